@@ -1,0 +1,1 @@
+"""Commands that train, measure and explain; they import the library, never the reverse."""
