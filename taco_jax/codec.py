@@ -1,0 +1,89 @@
+"""Encode, decode, sum and re-encode whole messages (one uint8 array each); the implementation is chosen here.
+
+Messages are u8[..., M], M = `wire.message_size(C)`, for values [..., C] with C a multiple of the block.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from taco_jax import wire
+from taco_jax.config import Codec
+from taco_jax.pallas import registry
+from taco_jax.scales import alpha_for
+
+NEUTRAL = 1.0
+"""The alpha of a codec whose scales travel with the message."""
+
+
+def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool = False, implementation: str | None = None):
+    """Encode values into one message.
+
+    Args:
+        x: f32/bf16/f16[..., C].
+        codec: format of the message.
+        alpha: f32[], power of two; scales the values of an adaptive codec and the unit of the observation.
+        observe: whether to return f32[5] (sum of squares, 0, saturated, non-finite, squared error) of alpha x.
+        implementation: see `pallas.registry.resolve`.
+
+    Returns:
+        message u8[..., M] and the observation or None.
+    """
+    module = registry.resolve(implementation, codec, x.dtype)
+    payload, scales, seen = module.encode(x, codec, alpha, observe=observe)
+    return wire.pack(payload, scales), seen
+
+
+def decode(message: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, implementation: str | None = None):
+    """Decode u8[..., M] to values [..., C] of `dtype`."""
+    return registry.resolve(implementation, codec, dtype).decode(*wire.unpack(message, codec), codec, alpha, dtype)
+
+
+def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, implementation: str | None = None):
+    """Decode u8[n, ..., M] and add over the first axis in rank order, in f32; values [..., C] of `dtype`."""
+    module = registry.resolve(implementation, codec, dtype)
+    return module.decode_sum(*wire.unpack(messages, codec), codec, alpha, dtype)
+
+
+def reduce(
+    messages: jax.Array, codec: Codec, alphas: jax.Array, dtype, *, observe: bool = False, implementation=None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Add messages u8[n, ..., M] in the transformed domain and encode the sum.
+
+    Args:
+        messages: the n ranks' messages.
+        codec: format of both hops.
+        alphas: f32[2], of the messages and of the result.
+        dtype: type of the values the caller sends; picks the implementation.
+        observe: whether to return the observation of alphas[1] * sum.
+        implementation: see `pallas.registry.resolve`.
+
+    Returns:
+        message u8[..., M] and the observation or None.
+    """
+    module = registry.resolve(implementation, codec, dtype)
+    payload, scales, seen = module.reduce(*wire.unpack(messages, codec), codec, alphas, observe=observe)
+    return wire.pack(payload, scales), seen
+
+
+def round_trip(x: jax.Array, codec: Codec, alpha: float | jax.Array | None = None) -> jax.Array:
+    """Return decode(encode(x)), of the shape and dtype of `x`; blocks run over the flattened values.
+
+    Args:
+        x: any shape, floating point.
+        codec: format of the message.
+        alpha: scale of an adaptive codec; None takes the power of two that `taco_jax.scales` would settle on for `x`.
+    """
+    columns = wire.padded_columns(x.size, 1, codec)
+    flat = jnp.pad(x.reshape(-1), (0, columns - x.size))
+    if alpha is None:
+        mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)))
+        alpha = alpha_for(mean_square) if codec.scale == "adaptive" else NEUTRAL
+    alpha = jnp.asarray(alpha, jnp.float32)
+    message, _ = encode(flat, codec, alpha)
+    return decode(message, codec, alpha, x.dtype)[: x.size].reshape(x.shape)
+
+
+def snr_db(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return 10 log10(sum x^2 / sum (x - y)^2), the signal-to-noise ratio of `y` as a copy of `x`, in dB."""
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return 10.0 * jnp.log10(jnp.sum(jnp.square(x)) / jnp.sum(jnp.square(x - y)))

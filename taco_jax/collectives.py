@@ -1,0 +1,389 @@
+"""The differentiable collectives: shaped like `jax.lax`, compressed in each direction by a codec of its own.
+
+How a call is differentiated. The payload is computed on `stop_gradient(x)` and named, so that `jax.checkpoint` with
+`save_payloads()` keeps the uint8 message instead of the result and repeats no collective; `_attach` then ties the
+decoded result to x with a rule of its own, so no cotangent ever passes through an 8-bit array. The observation of the
+message leaves as the cotangent of the scales' probe.
+
+Under `check_vma=True` the result of `psum` is invariant and its transpose is a cast, as for `lax.psum`; the backward
+all-reduce then stands in `pvary`. Under `check_vma=False` JAX's convention is that psum transposes to psum: so does
+ours, and `pvary` is the identity both ways there, like `lax.pvary`.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from taco_jax import compat
+from taco_jax.config import Compression, as_compression
+from taco_jax.operations import AllGather, AllReduce, AllToAll, Operation, Payload, Permute, ReduceScatter
+from taco_jax.scales import BACKWARD, FORWARD, SLOTS, SitePair, init_scales
+
+PAYLOAD_NAME, STATS_NAME = "taco_payload", "taco_stats"
+Axes = str | tuple[str, ...]
+Scales = jax.Array | SitePair | None
+
+
+def save_payloads():
+    """Return the `jax.checkpoint` policy that keeps compressed messages and recomputes everything else."""
+    return jax.checkpoint_policies.save_only_these_names(PAYLOAD_NAME, STATS_NAME)
+
+
+def psum(
+    x: Any,
+    axis_name: Axes,
+    *,
+    compression: Compression | str | None = "taco_block",
+    scales: Scales = None,
+    split_dim: int | None = None,
+    name: str | None = None,
+) -> Any:
+    """Sum `x` over mesh axes as `jax.lax.psum` does, with compressed messages.
+
+    y = decode(all_gather(encode(sum_r decode(all_to_all(encode(x_r)))))), equal bits on every rank; 2 (n-1)/n bytes per
+    value. Integers, messages under `min_bytes` and groups of one rank go through `lax.psum` exactly.
+
+    Args:
+        x: pytree of arrays, per shard, any shape; f32, bf16 or f16 are compressed.
+        axis_name: mesh axis or axes; several axes form one group in row-major order of the names.
+        compression: a preset name, a `Compression`, or None (exact).
+        scales: state of the site, f32[2, 2, 5] from `init_scales`, or a `SitePair`; required by adaptive codecs. With
+            other codecs it only collects observations.
+        split_dim: split this axis over the ranks instead of flattening (needed under partial-manual `shard_map`).
+        name: site name, seen in profiles, HLO metadata and the communication table.
+
+    Returns:
+        A pytree like `x`, invariant over `axis_name`.
+
+    Raises:
+        ValueError: for float64, an adaptive codec without scales, scales that vary over `axis_name`, or an array that
+            varies over some of the axes only.
+    """
+    return _map(_psum, "psum", x, axis_name, compression, scales, name, split_dim=split_dim)
+
+
+def pmean(x: Any, axis_name: Axes, **options) -> Any:
+    """Average `x` over mesh axes: `psum` divided by the group's size. Options as for `psum`."""
+    total = psum(x, axis_name, **options)
+    return jax.tree.map(lambda leaf: leaf / lax.axis_size(axis_name), total)
+
+
+def pvary(
+    x: Any,
+    axis_name: Axes,
+    *,
+    compression: Compression | str | None = "taco_block",
+    scales: Scales = None,
+    split_dim: int | None = None,
+    name: str | None = None,
+) -> Any:
+    """Return `x` itself, marked as varying over `axis_name`; its cotangents are summed with compressed messages.
+
+    This is Megatron's f, the entry of a column-parallel layer. Under `check_vma=False` it is the identity both ways
+    (see the module's text). Args and Raises as for `psum`; `compression.backward` is what counts.
+    """
+    return _map(_pvary, "pvary", x, axis_name, compression, scales, name, split_dim=split_dim)
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: Axes,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    compression: Compression | str | None = "taco_block",
+    scales: Scales = None,
+    name: str | None = None,
+) -> Any:
+    """Sum over the group and keep one part per rank, as `jax.lax.psum_scatter`; backward is a compressed all-gather.
+
+    Args:
+        x: pytree of arrays, per shard; `scatter_dimension` must be a multiple of the group's size (equal to it unless
+            `tiled`).
+        axis_name: mesh axis or axes.
+        scatter_dimension: axis that is split.
+        tiled: keep the split axis (True) or drop it (False).
+        compression: as for `psum`.
+        scales: as for `psum`.
+        name: as for `psum`.
+
+    Raises:
+        ValueError: as for `psum`, and for a `scatter_dimension` that does not divide.
+    """
+    return _map(
+        _one_hop, "psum_scatter", x, axis_name, compression, scales, name,
+        kind=ReduceScatter, axis=scatter_dimension, tiled=tiled,
+    )  # fmt: skip
+
+
+def all_gather(
+    x: Any,
+    axis_name: Axes,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    compression: Compression | str | None = "taco_block",
+    scales: Scales = None,
+    name: str | None = None,
+) -> Any:
+    """Join the ranks' arrays along `axis`, as `jax.lax.all_gather`; backward is a compressed reduce-scatter.
+
+    Args:
+        x: pytree of arrays, per shard.
+        axis_name: mesh axis or axes.
+        axis: position of the new axis, or of the joined one if `tiled`.
+        tiled: concatenate instead of stack.
+        to: `"varying"`, or `"invarying"`: the result counts as equal on all ranks and the backward pass takes this
+            rank's slice without communication.
+        compression: as for `psum`.
+        scales: as for `psum`.
+        name: as for `psum`.
+
+    Raises:
+        ValueError: as for `psum`, and for another `to`.
+    """
+    if to not in ("varying", "invarying"):
+        raise ValueError(f"to must be 'varying' or 'invarying', got {to!r}")
+    return _map(
+        _one_hop, "all_gather", x, axis_name, compression, scales, name,
+        kind=AllGather, axis=axis, tiled=tiled, invariant=to == "invarying",
+    )  # fmt: skip
+
+
+def all_to_all(
+    x: Any,
+    axis_name: Axes,
+    *,
+    split_axis: int,
+    concat_axis: int,
+    tiled: bool = False,
+    compression: Compression | str | None = "taco_block",
+    scales: Scales = None,
+    name: str | None = None,
+) -> Any:
+    """Exchange parts between ranks, as `jax.lax.all_to_all`; backward swaps the axes.
+
+    Args and Raises as for `psum`; `split_axis` must be a multiple of the group's size (equal to it unless `tiled`).
+    """
+    return _map(
+        _one_hop, "all_to_all", x, axis_name, compression, scales, name,
+        kind=AllToAll, axis=split_axis, concat_axis=concat_axis, tiled=tiled,
+    )  # fmt: skip
+
+
+def ppermute(
+    x: Any,
+    axis_name: str,
+    *,
+    perm: Any,
+    compression: Compression | str | None = "taco_block",
+    scales: Scales = None,
+    name: str | None = None,
+) -> Any:
+    """Send `x` along (source, destination) pairs, as `jax.lax.ppermute`; backward is the inverse permutation.
+
+    Args and Raises as for `psum`.
+    """
+    perm = tuple((int(a), int(b)) for a, b in perm)
+    return _map(_one_hop, "ppermute", x, axis_name, compression, scales, name, kind=Permute, perm=perm)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The static part of one call: the operation of each direction and what labels it."""
+
+    forward: Operation
+    backward: Operation | None
+    op: str
+    site: str
+    observe: bool
+
+    def scope(self, direction: str):
+        return jax.named_scope(f"taco.{self.op}.{self.site}.{direction}")
+
+
+def _map(one, op: str, x, axis_name, compression, scales, name, **options):
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    compression = as_compression(compression)
+    site = name or "unnamed"
+    if "." in site or "/" in site:
+        raise ValueError(f"a site name holds no '.' and no '/', got {site!r}")
+    if compression.is_adaptive and scales is None:
+        raise ValueError(
+            f"{op} {site!r}: an adaptive codec needs scales=init_scales({{{site!r}: compression}})[{site!r}], "
+            'or use a stateless preset such as "taco_block"'
+        )
+    return jax.tree.map(lambda leaf: one(op, site, jnp.asarray(leaf), axes, compression, scales, **options), x)
+
+
+def _psum(op, site, x, axes, compression, scales, *, split_dim):
+    with jax.named_scope(f"taco.{op}.{site}.forward"):
+        if not _varies(x, axes, op, site):
+            x = compat.vary(x, axes)
+        if _is_exact(x, axes, compression):
+            return checkpoint_name(lax.psum(x, axes), PAYLOAD_NAME)
+    options = _options(x, axes, compression, split_dim=split_dim)
+    forward = AllReduce(codec=compression.forward, **options)
+    backward = None if compat.is_checked(axes) else AllReduce(codec=compression.backward, **options)
+    return _differentiable(_Call(forward, backward, op, site, scales is not None), x, scales)
+
+
+def _pvary(op, site, x, axes, compression, scales, *, split_dim):
+    if not compat.is_checked(axes):
+        return x
+    varying = sorted(compat.varying_axes(x) & set(axes))
+    if varying:
+        raise ValueError(f"pvary {site!r}: the array varies over {varying} already; it must be equal on all ranks")
+    exact = _is_exact(x, axes, compression)
+    options = _options(x, axes, compression, split_dim=split_dim)
+    operation = AllReduce(codec=None if exact else compression.backward, **options)
+    call = _Call(operation, operation, op, site, scales is not None)
+    return _enter(call, x, *_pair(call, x, scales))
+
+
+def _one_hop(op, site, x, axes, compression, scales, *, kind, axis=0, concat_axis=0, perm=(), **options):
+    _varies(x, axes, op, site)
+    x = compat.vary(x, axes)
+    if kind is AllGather:
+        axis %= x.ndim if options["tiled"] else x.ndim + 1
+    elif kind is not Permute:
+        axis, concat_axis = axis % x.ndim, concat_axis % x.ndim
+        _check_split(op, site, x.shape, axis, lax.axis_size(axes), options["tiled"])
+    exact = _is_exact(x, axes, compression)
+    codec = None if exact else compression.forward
+    operation = kind(
+        codec=codec, axis=axis, concat_axis=concat_axis, perm=perm, **_options(x, axes, compression), **options
+    )
+    slices = operation.invariant and compat.is_checked(axes)
+    backward = None if slices else operation.transposed(None if exact else compression.backward)
+    return _differentiable(_Call(operation, backward, op, site, scales is not None), x, scales)
+
+
+def _options(x: jax.Array, axes: tuple[str, ...], compression: Compression, **more) -> dict[str, Any]:
+    return {
+        "axes": axes, "shape": x.shape, "dtype": x.dtype, "chunks": compression.chunks,
+        "implementation": compression.implementation, **more,
+    }  # fmt: skip
+
+
+def _varies(x: jax.Array, axes: tuple[str, ...], op: str, site: str) -> bool:
+    """Return whether `x` varies over the axes (all or none); True where JAX does not track it."""
+    if not compat.is_checked(axes):
+        return True
+    varying = compat.varying_axes(x) & set(axes)
+    if varying and varying != set(axes):
+        raise ValueError(
+            f"{op} {site!r} over {axes}: the array varies over {tuple(sorted(varying))} only; "
+            "summing its replicas is a mistake more often than not, so reduce over those axes or pcast it first"
+        )
+    return bool(varying)
+
+
+def _is_exact(x: jax.Array, axes: tuple[str, ...], compression: Compression) -> bool:
+    if x.dtype == jnp.float64 and not compression.is_exact:
+        raise ValueError('float64 is not compressed (a float32 sum would lose it); cast it or use compression="none"')
+    if not jnp.issubdtype(x.dtype, jnp.floating) or compression.is_exact or x.size == 0:
+        return True
+    return lax.axis_size(axes) == 1 or x.size * x.dtype.itemsize < compression.min_bytes
+
+
+def _check_split(op: str, site: str, shape: tuple[int, ...], axis: int, ranks: int, tiled: bool) -> None:
+    size = shape[axis]
+    if size % ranks if tiled else size != ranks:
+        wanted = f"a multiple of {ranks}" if tiled else f"{ranks} (or pass tiled=True)"
+        raise ValueError(f"{op} {site!r}: axis {axis} of shape {shape} must be {wanted}, the size of the group")
+
+
+def _pair(call: _Call, x: jax.Array, scales: Scales) -> tuple[jax.Array, jax.Array | None]:
+    """Return (state, probe); without scales alpha is 1 and there is no probe."""
+    if scales is None:
+        return init_scales({"": "taco"})[""], None
+    if isinstance(scales, SitePair):
+        state, probe = scales
+    else:
+        state = lax.stop_gradient(scales)
+        probe = compat.vary(scales, compat.varying_axes(x) | set(call.forward.axes))
+    shared = sorted(compat.varying_axes(state) & set(call.forward.axes))
+    if shared:
+        raise ValueError(
+            f"{call.op} {call.site!r}: scales vary over {shared}; all ranks of the group must hold the same"
+        )
+    return state, probe
+
+
+def _differentiable(call: _Call, x: jax.Array, scales: Scales) -> jax.Array:
+    state, probe = _pair(call, x, scales)
+    with call.scope("forward"):
+        payload, seen = call.forward.send(lax.stop_gradient(x), state[FORWARD], call.observe)
+        payload = jax.tree.map(lambda p: checkpoint_name(lax.stop_gradient(p), PAYLOAD_NAME), payload)
+        seen = checkpoint_name(lax.stop_gradient(seen), STATS_NAME)
+    return _attach(call, x, probe, state, payload, seen)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attach(call: _Call, x, probe, state, payload: Payload, seen):
+    """Return the decoded payload; its cotangent goes to `x` and the observation to `probe`."""
+    with call.scope("forward"):
+        return call.forward.receive(payload, state[FORWARD])
+
+
+def _attach_forward(call, x, probe, state, payload, seen):
+    return _attach(call, x, probe, state, payload, seen), (x, probe, state, seen)
+
+
+def _attach_backward(call, residuals, ct):
+    x, probe, state, seen = residuals
+    axes = call.forward.axes
+    with call.scope("backward"):
+        if call.backward is not None:
+            ct, seen_back = call.backward.run(compat.vary(ct, axes), state[BACKWARD], call.observe)
+        else:
+            ct = compat.vary(_own_slice(call.forward, ct), axes)
+            seen_back = jnp.zeros_like(seen)
+    return ct, _probe_cotangent(probe, seen, seen_back), None, None, None
+
+
+_attach.defvjp(_attach_forward, _attach_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _enter(call: _Call, x, state, probe):
+    return compat.vary(x, call.forward.axes)
+
+
+def _enter_forward(call, x, state, probe):
+    return _enter(call, x, state, probe), (state, probe)
+
+
+def _enter_backward(call, residuals, ct):
+    state, probe = residuals
+    with call.scope("backward"):
+        ct, seen = call.backward.run(ct, state[BACKWARD], call.observe)
+    return ct, None, _probe_cotangent(probe, jnp.zeros_like(seen), seen)
+
+
+_enter.defvjp(_enter_forward, _enter_backward)
+
+
+def _own_slice(operation: Operation, ct: jax.Array) -> jax.Array:
+    """Return this rank's part of an all-gather's cotangent; any other operation's cotangent as it is."""
+    if not isinstance(operation, AllGather):
+        return ct
+    rank = lax.axis_index(operation.axes)
+    size = operation.shape[operation.axis] if operation.tiled else 1
+    part = lax.dynamic_slice_in_dim(compat.vary(ct, operation.axes), rank * size, size, operation.axis)
+    return part if operation.tiled else jnp.squeeze(part, operation.axis)
+
+
+def _probe_cotangent(probe, seen: jax.Array, seen_back: jax.Array):
+    if probe is None:
+        return None
+    seen = jnp.stack([seen, seen_back])
+    assert seen.shape == probe.shape and seen.shape[-1] == SLOTS, (seen.shape, probe.shape)
+    return compat.vary(seen, compat.varying_axes(probe))

@@ -1,0 +1,23 @@
+"""The only place that knows how JAX versions differ in typing values by the mesh axes they vary over."""
+
+from collections.abc import Iterable
+
+import jax
+from jax import lax
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Return the mesh axes over which `x` may differ between devices (empty under `check_vma=False`)."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset(kind.varying) if kind is not None else frozenset()
+
+
+def is_checked(axes: tuple[str, ...]) -> bool:
+    """Whether the enclosing `shard_map` tracks varying axes (`check_vma=True`)."""
+    return all(axis in varying_axes(lax.axis_index(axis)) for axis in axes)
+
+
+def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Mark `x` as varying over `axes` too; axes it already varies over are left alone (lax.pcast refuses them)."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x

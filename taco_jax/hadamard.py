@@ -1,0 +1,33 @@
+"""The one definition of the Hadamard transform: a butterfly in f32 with a fixed order of additions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Multiply the last axis by the Sylvester Hadamard matrix, unnormalised.
+
+    y = H x, H_1 = [1], H_2m = [[H_m, H_m], [H_m, -H_m]]; H H = n, so a second call divided by n undoes the first.
+    Rounds pair neighbours at distance 1, 2, 4, ...: adding halves of the even and odd elements and concatenating sum
+    and difference turns the index bits by one, and log2(n) rounds bring them back to natural order.
+
+    Args:
+        x: f32[..., n], n a power of two.
+
+    Returns:
+        f32[..., n].
+    """
+    size = x.shape[-1]
+    for _ in range(size.bit_length() - 1):
+        even, odd = x[..., 0::2], x[..., 1::2]
+        x = jnp.concatenate([even + odd, even - odd], axis=-1)
+    return x
+
+
+def matrix(size: int) -> np.ndarray:
+    """Return the Sylvester Hadamard matrix, float32[size, size] of +1 and -1, size a power of two."""
+    h = np.ones((1, 1), np.float32)
+    while h.shape[0] < size:
+        h = np.block([[h, h], [h, -h]])
+    return h

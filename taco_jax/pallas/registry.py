@@ -1,0 +1,66 @@
+"""Which implementation serves a codec; the name of an implementation is the name of its file."""
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from taco_jax.config import Codec
+
+IMPLEMENTATIONS = ("triton", "xla")
+"""In order of preference."""
+
+_log = logging.getLogger("taco_jax")
+
+
+def resolve(implementation: str | None, codec: Codec, dtype: jnp.dtype) -> ModuleType:
+    """Return the module that runs the codec on values of `dtype`.
+
+    Args:
+        implementation: a name from `IMPLEMENTATIONS`, which never falls back; None takes the first that serves the
+            codec on the default backend's devices and logs the choice once.
+        codec: format of the messages.
+        dtype: type of the values.
+
+    Raises:
+        ValueError: for an unknown name.
+        NotImplementedError: if the named implementation cannot serve the codec, with its reason.
+    """
+    if implementation is None:
+        return _load(_first_supported(codec, jnp.dtype(dtype), *_device()))
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"no implementation is called {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
+    module = _load(implementation)
+    reason = module.unsupported_reason(codec, jnp.dtype(dtype))
+    if reason is not None:
+        raise NotImplementedError(f"implementation {implementation!r}: {reason}")
+    return module
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"taco_jax.pallas.{name}")
+
+
+@functools.cache
+def _device() -> tuple[str, str]:
+    device = jax.devices()[0]
+    return device.platform, str(getattr(device, "compute_capability", ""))
+
+
+@functools.cache
+def _first_supported(codec: Codec, dtype: jnp.dtype, platform: str, capability: str) -> str:
+    for name in IMPLEMENTATIONS:
+        if name == "xla":
+            break
+        if platform != "gpu":
+            continue
+        module = _load(name)
+        reason = module.device_unsupported_reason(capability) or module.unsupported_reason(codec, dtype)
+        if reason is None:
+            break
+        _log.warning("taco_jax: %s is not used: %s", name, reason)
+    _log.info("taco_jax: %s %s on %s runs on implementation %s", codec.format, codec.scale, platform, name)
+    return name

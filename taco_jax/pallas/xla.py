@@ -1,0 +1,196 @@
+"""The codec in plain jnp: the reference for every other implementation, and what CPU, TPU and older GPUs run.
+
+Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, payload u8[..., C], scale bytes
+u8[..., C / block * scale_bytes] or None, alpha f32[] a power of two in [2^-126, 2^126].
+Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from taco_jax.config import Codec
+from taco_jax.hadamard import rotate
+
+_FORMAT_DTYPE = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8}
+_BEFORE_ROTATION = 2.0**100  # keeps the rotation of a clipped value finite; far above every format's maximum
+_OBSERVED = 2.0**16  # keeps sums of squares finite
+_MIN_SCALE = 2.0**-126
+_MAX_SCALE = float(jnp.finfo(jnp.bfloat16).max)
+
+
+def unsupported_reason(codec: Codec, dtype: jnp.dtype) -> str | None:
+    """Return why this implementation cannot serve the codec, or None: it serves all."""
+    return None
+
+
+def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
+    """Rotate, scale, clamp and cast.
+
+    Returns:
+        payload, scale bytes or None, and the observation f32[5] of z = alpha x (None without `observe`).
+    """
+    v = _blocks(x.astype(jnp.float32), codec)
+    finite = jnp.isfinite(v)
+    if codec.scale == "adaptive":
+        z = jnp.where(finite, jnp.clip(v * alpha, -_BEFORE_ROTATION, _BEFORE_ROTATION), jnp.nan)
+        if codec.hadamard:
+            z = rotate(z) * _norm(codec)
+        payload = _cast(z, codec)
+        seen = _observe(z, z, payload, codec, 1.0, finite) if observe else None
+        return _rows(payload), None, seen
+    amax = jnp.max(jnp.abs(v), axis=-1, keepdims=True)
+    up, down = _power_of_two(amax)
+    y = rotate(v * down) if codec.hadamard else v * down
+    scale = _block_scale(jnp.max(jnp.abs(y), axis=-1, keepdims=True) * _norm(codec), up, amax, codec)
+    z = y * (_norm(codec) / (scale * down))
+    payload = _cast(z, codec)
+    seen = _observe(v * alpha, z, payload, codec, scale * alpha, finite) if observe else None
+    return _rows(payload), _scale_bytes(scale, codec), seen
+
+
+def decode(payload: jax.Array, scales: jax.Array | None, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
+    """Un-rotate, then unscale; finite payloads give finite values of `dtype`."""
+    return _rows(_unscaled(_values(payload, codec), _scale(scales, codec, alpha), codec, dtype))
+
+
+def decode_sum(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
+    """Decode u8[n, ..., C] and add the n values in rank order in f32; result [..., C] of `dtype`."""
+    total, scale = _sum(payloads, scales, codec, alpha)
+    return _rows(_unscaled(total, scale, codec, dtype))
+
+
+def reduce(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alphas: jax.Array, *, observe: bool):
+    """Add n payloads in the rotated domain and encode the sum again; no transform, since H is linear.
+
+    Args:
+        payloads: u8[n, ..., C].
+        scales: their scale bytes or None.
+        codec: format of both hops.
+        alphas: f32[2], of the payloads and of the result.
+        observe: whether to return the observation of z = alphas[1] * sum.
+
+    Returns:
+        payload u8[..., C], scale bytes or None, observation f32[5] or None.
+    """
+    total, scale = _sum(payloads, scales, codec, alphas[0])
+    finite = jnp.isfinite(total)
+    if codec.scale == "adaptive":
+        z = total * jnp.clip(alphas[1] / alphas[0], _MIN_SCALE, _BEFORE_ROTATION)
+        payload = _cast(z, codec)
+        seen = _observe(z, z, payload, codec, 1.0, finite) if observe else None
+        return _rows(payload), None, seen
+    amax = jnp.max(jnp.abs(total), axis=-1, keepdims=True)
+    after = _block_scale(amax, scale, amax * scale, codec)
+    # Sums that cancel exactly leave after / scale at zero; 0 * inf would be NaN.
+    z = total * (1.0 / jnp.maximum(after / scale, _MIN_SCALE))
+    payload = _cast(z, codec)
+    seen = None
+    if observe:
+        whole = total * jnp.minimum(scale * alphas[1], _OBSERVED)
+        seen = _observe(whole, z, payload, codec, after * alphas[1], finite & jnp.isfinite(scale))
+    return _rows(payload), _scale_bytes(after, codec), seen
+
+
+def _blocks(x: jax.Array, codec: Codec) -> jax.Array:
+    return x.reshape(*x.shape[:-1], x.shape[-1] // codec.block, codec.block)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def _norm(codec: Codec) -> float:
+    return codec.block**-0.5 if codec.hadamard else 1.0
+
+
+def _cast(z: jax.Array, codec: Codec) -> jax.Array:
+    z = jnp.clip(z, -codec.qmax, codec.qmax)
+    if codec.format == "int8":
+        # A cast of NaN to an integer is undefined; the block's scale carries the NaN.
+        z = jnp.where(jnp.isnan(z), 0.0, jnp.round(z))
+    return lax.bitcast_convert_type(z.astype(_FORMAT_DTYPE[codec.format]), jnp.uint8)
+
+
+def _values(payload: jax.Array, codec: Codec) -> jax.Array:
+    return lax.bitcast_convert_type(_blocks(payload, codec), _FORMAT_DTYPE[codec.format]).astype(jnp.float32)
+
+
+def _unscaled(q: jax.Array, scale: jax.Array, codec: Codec, dtype) -> jax.Array:
+    x = rotate(q) * _norm(codec) if codec.hadamard else q
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x * scale, -limit, limit).astype(dtype)
+
+
+def _sum(payloads, scales, codec: Codec, alpha) -> tuple[jax.Array, jax.Array]:
+    """Return (t, s) with sum of decoded = s t; unrolled, since jnp.sum over ranks is not in rank order."""
+    q = _values(payloads, codec)
+    scale = _scale(scales, codec, alpha)
+    if codec.scale == "adaptive":
+        parts, largest = q, scale
+    else:
+        largest = scale[0]
+        for s in scale[1:]:
+            largest = jnp.maximum(largest, s)
+        parts = q * (scale / largest)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total, largest
+
+
+def _power_of_two(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return 2^e and 2^-e, e = floor(log2(amax)) kept where both are normal, by their bits."""
+    exponent = lax.bitcast_convert_type(amax, jnp.int32) >> 23
+    exponent = jnp.clip(exponent, 1, 253)
+    return (
+        lax.bitcast_convert_type(exponent << 23, jnp.float32),
+        lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32),
+    )
+
+
+def _block_scale(amax: jax.Array, unit: jax.Array, witness: jax.Array, codec: Codec) -> jax.Array:
+    """Return the scale (f32, exact in the wire's type) that brings amax * unit to the format's maximum.
+
+    The factor below one absorbs the rounding of the division, so that an exact quotient is not rounded up a step;
+    what it lets over the maximum is clamped. NaN where the witness is not finite.
+    """
+    scale = jnp.clip(amax / codec.qmax * unit * (1.0 - 2.0**-20), _MIN_SCALE, _MAX_SCALE)
+    kept = 0xFFFF0000 if codec.scale_dtype == "bf16" else 0xFF800000
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    scale = lax.bitcast_convert_type((bits + (0xFFFFFFFF - kept)) & jnp.uint32(kept), jnp.float32)
+    limit = _MAX_SCALE if codec.scale_dtype == "bf16" else 2.0**127
+    return jnp.where(jnp.isfinite(witness), jnp.minimum(scale, limit), jnp.nan)
+
+
+def _scale_bytes(scale: jax.Array, codec: Codec) -> jax.Array:
+    bits = lax.bitcast_convert_type(scale[..., 0], jnp.uint32)
+    if codec.scale_dtype == "e8m0":
+        return jnp.where(jnp.isnan(scale[..., 0]), jnp.uint32(255), bits >> 23).astype(jnp.uint8)
+    pairs = lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.uint8)
+    return _rows(pairs)
+
+
+def _scale(scales: jax.Array | None, codec: Codec, alpha: jax.Array) -> jax.Array:
+    """Return the factor of each block, f32[..., blocks, 1], or 1 / alpha."""
+    if scales is None:
+        return 1.0 / alpha
+    if codec.scale_dtype == "e8m0":
+        bits = scales.astype(jnp.uint32) << 23
+        return jnp.where(scales == 255, jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))[..., None]
+    pairs = scales.reshape(*scales.shape[:-1], scales.shape[-1] // 2, 2)
+    bits = lax.bitcast_convert_type(pairs, jnp.uint16).astype(jnp.uint32) << 16
+    return lax.bitcast_convert_type(bits, jnp.float32)[..., None]
+
+
+def _observe(z, encoded, payload, codec: Codec, unit, finite) -> jax.Array:
+    """Return (sum of squares, 0, saturated, non-finite, sum of squared error) in units of z; count is static."""
+    limit = codec.qmax if codec.scale == "adaptive" else _OBSERVED
+    valid = jnp.isfinite(z)
+    squares = jnp.sum(jnp.where(valid, jnp.square(jnp.clip(z, -limit, limit)), 0.0))
+    saturated = jnp.sum(jnp.abs(encoded) > codec.qmax * 1.0001, dtype=jnp.float32)
+    q = lax.bitcast_convert_type(payload, _FORMAT_DTYPE[codec.format]).astype(jnp.float32)
+    error = (jnp.clip(encoded, -_OBSERVED, _OBSERVED) - q) * jnp.minimum(unit, _OBSERVED)
+    noise = jnp.sum(jnp.where(jnp.isfinite(error), jnp.square(error), 0.0))
+    nonfinite = jnp.sum(~finite, dtype=jnp.float32)
+    return jnp.stack([squares, jnp.zeros_like(squares), saturated, nonfinite, noise])

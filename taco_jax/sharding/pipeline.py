@@ -1,0 +1,100 @@
+"""Pipeline over the stages of one mesh axis, inside `jax.shard_map`: GPipe as one scan over ticks.
+
+At tick t stage p works on microbatch t - p; M microbatches on P stages take T = M + P - 1 ticks. A stage without a
+microbatch (a bubble) skips its work.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from taco_jax.compat import vary, varying_axes
+
+
+def share_scope(numerator: int, denominator: int):
+    """Return the named scope of a conditional that is true `numerator` times in `denominator` passes.
+
+    The table of communication weighs what is inside by it: a compiled program does not say how often a condition holds.
+    """
+    return jax.named_scope(f"share.{numerator}.{denominator}")
+
+
+def on_first_stage(make: Callable[[], jax.Array], *, axes: tuple[str, ...], axis_name: str = "pp") -> jax.Array:
+    """Return `make()` on the first stage and zeros on the others, which skip the work.
+
+    Args:
+        make: the first stage's work; it may communicate over other axes than `axis_name`.
+        axes: mesh axes over which the result varies, `axis_name` among them.
+        axis_name: mesh axis of the stages.
+    """
+    like = jax.eval_shape(make)
+    with share_scope(1, 1):
+        return lax.cond(
+            lax.axis_index(axis_name) == 0,
+            lambda: vary(make(), axes),
+            lambda: vary(jnp.zeros(like.shape, like.dtype), axes),
+        )
+
+
+def run_pipeline(stage: Callable[[jax.Array], jax.Array], inputs: jax.Array, *, axis_name: str = "pp") -> jax.Array:
+    """Return what the last stage makes of `inputs`, after every stage has worked on every microbatch.
+
+    Args:
+        stage: this device's layers, from activations [b, ...] to activations of the same shape and dtype.
+        inputs: [M, b, ...] microbatches; only the first stage's are read.
+        axis_name: mesh axis of the stages; `inputs` vary over it.
+
+    Returns:
+        [M, b, ...]; only the last stage's are meaningful, the others hold what passed through them.
+    """
+    num_microbatches = inputs.shape[0]
+    num_stages = lax.axis_size(axis_name)
+    ticks = num_microbatches + num_stages - 1
+    index = lax.axis_index(axis_name)
+    axes = varying_axes(inputs)
+
+    def tick(received, t):
+        microbatch = t - index
+        first = lax.dynamic_index_in_dim(inputs, jnp.clip(t, 0, num_microbatches - 1), keepdims=False)
+        x = jnp.where(index == 0, first, received)
+        with share_scope(num_microbatches, ticks):
+            y = lax.cond((microbatch >= 0) & (microbatch < num_microbatches), stage, lambda x: x, x)
+        return _to_next_stage(y, axis_name), y
+
+    start = vary(jnp.zeros(inputs.shape[1:], inputs.dtype), axes)
+    _, outputs = lax.scan(tick, start, jnp.arange(ticks))
+    return outputs[num_stages - 1 :]
+
+
+def scatter_from_last_stage(x: jax.Array, *, axis_name: str = "pp") -> jax.Array:
+    """Share the rows of the last stage's x[N, ...] among the stages: rows [ceil(N / P), ...], zero-padded at the end."""
+    num_stages = lax.axis_size(axis_name)
+    rows = padded_share(x.shape[0], num_stages)
+    padding = [(0, rows * num_stages - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+    parts = jnp.pad(x, padding).reshape(num_stages, rows, *x.shape[1:])
+    if num_stages == 1:
+        return parts[0]
+    return lax.all_to_all(parts, axis_name, 0, 0)[num_stages - 1]
+
+
+def own_share(x: jax.Array, *, axis_name: str = "pp") -> jax.Array:
+    """Return this stage's rows of x[N, ...], the ones `scatter_from_last_stage` gives it, zero-padded at the end."""
+    num_stages = lax.axis_size(axis_name)
+    rows = padded_share(x.shape[0], num_stages)
+    padding = [(0, rows * num_stages - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+    return lax.dynamic_slice_in_dim(jnp.pad(x, padding), lax.axis_index(axis_name) * rows, rows)
+
+
+def padded_share(rows: int, num_stages: int) -> int:
+    """Return the rows each of `num_stages` stages gets of `rows`, rounded up."""
+    return math.ceil(rows / num_stages)
+
+
+def _to_next_stage(x: jax.Array, axis_name: str) -> jax.Array:
+    num_stages = lax.axis_size(axis_name)
+    if num_stages == 1:
+        return x
+    return lax.ppermute(x, axis_name, [(i, i + 1) for i in range(num_stages - 1)])
