@@ -5,6 +5,8 @@ Messages are u8[..., M], M = `wire.message_size(C)`, for values [..., C] with C 
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
 
 from taco_jax import wire
 from taco_jax.config import Codec
@@ -15,7 +17,14 @@ NEUTRAL = 1.0
 """The alpha of a codec whose scales travel with the message."""
 
 
-def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool = False, implementation: str | None = None):
+def encode(
+    x: Float[Array, "*rows c"],
+    codec: Codec,
+    alpha: Float[Array, ""],
+    *,
+    observe: bool = False,
+    implementation: str | None = None,
+) -> tuple[UInt8[Array, "*rows m"], Float[Array, "5"] | None]:
     """Encode values into one message.
 
     Args:
@@ -33,20 +42,40 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool = Fals
     return wire.pack(payload, scales), seen
 
 
-def decode(message: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, implementation: str | None = None):
+def decode(
+    message: UInt8[Array, "*rows m"],
+    codec: Codec,
+    alpha: Float[Array, ""],
+    dtype: DTypeLike,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*rows c"]:
     """Decode u8[..., M] to values [..., C] of `dtype`."""
     return registry.resolve(implementation, codec, dtype).decode(*wire.unpack(message, codec), codec, alpha, dtype)
 
 
-def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, implementation: str | None = None):
+def decode_sum(
+    messages: UInt8[Array, "n *rows m"],
+    codec: Codec,
+    alpha: Float[Array, ""],
+    dtype: DTypeLike,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*rows c"]:
     """Decode u8[n, ..., M] and add over the first axis in rank order, in f32; values [..., C] of `dtype`."""
     module = registry.resolve(implementation, codec, dtype)
     return module.decode_sum(*wire.unpack(messages, codec), codec, alpha, dtype)
 
 
 def reduce(
-    messages: jax.Array, codec: Codec, alphas: jax.Array, dtype, *, observe: bool = False, implementation=None
-) -> tuple[jax.Array, jax.Array | None]:
+    messages: UInt8[Array, "n *rows m"],
+    codec: Codec,
+    alphas: Float[Array, "2"],
+    dtype: DTypeLike,
+    *,
+    observe: bool = False,
+    implementation: str | None = None,
+) -> tuple[UInt8[Array, "*rows m"], Float[Array, "5"] | None]:
     """Add messages u8[n, ..., M] in the transformed domain and encode the sum.
 
     Args:
@@ -65,7 +94,9 @@ def reduce(
     return wire.pack(payload, scales), seen
 
 
-def round_trip(x: jax.Array, codec: Codec, alpha: float | jax.Array | None = None) -> jax.Array:
+def round_trip(
+    x: Float[Array, "*shape"], codec: Codec, alpha: float | jax.Array | None = None
+) -> Float[Array, "*shape"]:
     """Return decode(encode(x)), of the shape and dtype of `x`; blocks run over the flattened values.
 
     Args:
@@ -83,7 +114,7 @@ def round_trip(x: jax.Array, codec: Codec, alpha: float | jax.Array | None = Non
     return decode(message, codec, alpha, x.dtype)[: x.size].reshape(x.shape)
 
 
-def snr_db(x: jax.Array, y: jax.Array) -> jax.Array:
+def snr_db(x: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Float[Array, ""]:
     """Return 10 log10(sum x^2 / sum (x - y)^2), the signal-to-noise ratio of `y` as a copy of `x`, in dB."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return 10.0 * jnp.log10(jnp.sum(jnp.square(x)) / jnp.sum(jnp.square(x - y)))

@@ -1,11 +1,11 @@
 """The one definition of the Hadamard transform: a butterfly in f32 with a fixed order of additions."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32
 
 
-def rotate(x: jax.Array) -> jax.Array:
+def rotate(x: Float32[Array, "*rows n"]) -> Float32[Array, "*rows n"]:
     """Multiply the last axis by the Sylvester Hadamard matrix, unnormalised.
 
     y = H x, H_1 = [1], H_2m = [[H_m, H_m], [H_m, -H_m]]; H H = n, so a second call divided by n undoes the first.

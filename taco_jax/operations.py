@@ -23,7 +23,11 @@ Payload = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective on one shape; hashable, so that it can be a static argument."""
+    """One collective on one shape; hashable, so that it can be a static argument.
+
+    A subclass says how its tensor lies in rows (`layout`, `_rows`), how a message travels (`_exchange`) and how the
+    decoded rows make the result (`_join`).
+    """
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -43,29 +47,63 @@ class Operation:
         """Number of devices in the group."""
         return lax.axis_size(self.axes)
 
+    @property
+    def layout(self) -> Layout:
+        """How the local tensor is cut into rows of whole blocks."""
+        raise NotImplementedError
+
     def send(self, x: jax.Array, state: jax.Array, observe: bool) -> tuple[Payload, jax.Array]:
         """Return the payload this rank ends up with, and the observation; `state` is f32[2, 5] (hop, slot)."""
-        raise NotImplementedError
+        if self.codec is None:
+            zeros = jnp.zeros((HOPS, SLOTS), jnp.float32)
+            return (self._exact(x),), compat.vary(zeros, compat.varying_axes(x))
+        rows = self._rows(x)
+        pieces = [self._send(rows[..., piece], state, observe) for piece in self.layout.pieces(self.chunks)]
+        payload, first, second = zip(*pieces, strict=True)
+        counts = (math.prod(self.shape), math.prod(self.shape) / self.ranks)
+        seen = [_total(hop, count) for hop, count in zip((first, second), counts, strict=True)]
+        return payload, jnp.stack([compat.vary(hop, compat.varying_axes(x)) for hop in seen])
 
     def receive(self, payload: Payload, state: jax.Array) -> jax.Array:
         """Return the decoded result."""
-        raise NotImplementedError
+        if self.codec is None:
+            return payload[0]
+        return self._join(jnp.concatenate([self._decode(p, state) for p in payload], axis=-1))
 
     def run(self, x: jax.Array, state: jax.Array, observe: bool) -> tuple[jax.Array, jax.Array]:
         """Return result and observation at once, where nothing is kept."""
         payload, seen = self.send(x, state, observe)
         return self.receive(payload, state), seen
 
-    def _encode(self, x: jax.Array, state: jax.Array, observe: bool):
-        return codecs.encode(x, self.codec, state[0, ALPHA], observe=observe, implementation=self.implementation)
+    @property
+    def _options(self) -> tuple[Codec, dict[str, str | None]]:
+        assert self.codec is not None
+        return self.codec, {"implementation": self.implementation}
 
-    def _decode(self, message: jax.Array, alpha: jax.Array) -> jax.Array:
-        return codecs.decode(message, self.codec, alpha, self.dtype, implementation=self.implementation)
+    def _exact(self, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
 
-    def _stats(self, first: list, second: list, x: jax.Array) -> jax.Array:
-        """Add the chunks' observations and fill in the counts."""
-        rows = [_total(first, math.prod(self.shape)), _total(second, math.prod(self.shape) / self.ranks)]
-        return jnp.stack([compat.vary(row, compat.varying_axes(x)) for row in rows])
+    def _rows(self, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def _exchange(self, message: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def _join(self, rows: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def _send(self, rows: jax.Array, state: jax.Array, observe: bool):
+        """Return (payload, observation of hop 1, of hop 2) of one chunk."""
+        codec, options = self._options
+        message, seen = codecs.encode(rows, codec, state[0, ALPHA], observe=observe, **options)
+        return self._exchange(message), seen, None
+
+    def _decode(self, message: jax.Array, state: jax.Array) -> jax.Array:
+        codec, options = self._options
+        return codecs.decode(message, codec, state[0, ALPHA], self.dtype, **options)
+
+    def _changed(self, kind: type, **changes) -> Any:
+        return kind(**{**vars(self), **changes})
 
 
 class AllReduce(Operation):
@@ -73,177 +111,146 @@ class AllReduce(Operation):
 
     @property
     def layout(self) -> Layout:
-        """Rows of the local tensor, one per rank."""
-        return layout_for(self.shape, self.ranks, self.codec, self.split_dim)
+        """One row per rank."""
+        return layout_for(self.shape, self.ranks, self._options[0], self.split_dim)
 
-    def send(self, x, state, observe):
-        if self.codec is None:
-            return (lax.psum(x, self.axes),), _no_stats(x)
-        rows = self.layout.cut(x)
-        payload, first, second = [], [], []
-        for piece in self.layout.pieces(self.chunks):
-            message, seen = self._encode(rows[..., piece], state, observe)
-            message = lax.all_to_all(message, self.axes, 0, 0, tiled=True)
-            message, seen_sum = codecs.reduce(
-                message, self.codec, state[:, ALPHA], x.dtype, observe=observe, implementation=self.implementation
-            )
-            payload.append(lax.all_gather(message, self.axes, to="invarying"))
-            first.append(seen)
-            second.append(seen_sum)
-        return tuple(payload), self._stats(first, second, x)
+    def _exact(self, x):
+        return lax.psum(x, self.axes)
 
-    def receive(self, payload, state):
-        if self.codec is None:
-            return payload[0]
-        return self.layout.join(_concatenate([self._decode(p, state[1, ALPHA]) for p in payload]))
+    def _rows(self, x):
+        return self.layout.cut(x)
+
+    def _send(self, rows, state, observe):
+        codec, options = self._options
+        message, seen = codecs.encode(rows, codec, state[0, ALPHA], observe=observe, **options)
+        message = lax.all_to_all(message, self.axes, 0, 0, tiled=True)
+        message, seen_sum = codecs.reduce(message, codec, state[:, ALPHA], rows.dtype, observe=observe, **options)
+        return lax.all_gather(message, self.axes, to="invarying"), seen, seen_sum
+
+    def _decode(self, message, state):
+        return super()._decode(message, state[1:])
+
+    def _join(self, rows):
+        return self.layout.join(rows)
 
 
-class ReduceScatter(Operation):
-    """One hop: encode, all-to-all, decode and sum; rank r keeps part r of `axis`."""
+class _PerRank(Operation):
+    """What the operations share that cut `axis` into one part per rank and send each part as one flat row."""
 
     @property
     def layout(self) -> Layout:
-        """Parts of the local tensor along `axis`, each flattened into one row."""
-        part = math.prod(self.shape) // self.ranks
-        return layout_for((self.ranks, part), self.ranks, self.codec, 0)
+        """One row per rank."""
+        return layout_for((self.ranks, math.prod(self.shape) // self.ranks), self.ranks, self._options[0], 0)
 
-    def send(self, x, state, observe):
-        if self.codec is None:
-            result = lax.psum_scatter(x, self.axes, scatter_dimension=self.axis, tiled=self.tiled)
-            return (result,), _no_stats(x)
-        rows = self.layout.cut(_parts_first(x, self.axis, self.ranks).reshape(self.ranks, -1))
-        payload, first = [], []
-        for piece in self.layout.pieces(self.chunks):
-            message, seen = self._encode(rows[..., piece], state, observe)
-            payload.append(lax.all_to_all(message, self.axes, 0, 0, tiled=True))
-            first.append(seen)
-        return tuple(payload), self._stats(first, [], x)
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of one part, with the split axis kept."""
+        return (*self.shape[: self.axis], self.shape[self.axis] // self.ranks, *self.shape[self.axis + 1 :])
 
-    def receive(self, payload, state):
-        if self.codec is None:
-            return payload[0]
-        alpha = state[0, ALPHA]
-        sums = [
-            codecs.decode_sum(p, self.codec, alpha, self.dtype, implementation=self.implementation) for p in payload
-        ]
-        d = self.axis
-        part = (*self.shape[:d], self.shape[d] // self.ranks, *self.shape[d + 1 :])
-        result = _concatenate(sums).reshape(-1)[: math.prod(part)].reshape(part)
-        return result if self.tiled else jnp.squeeze(result, d)
+    def _rows(self, x):
+        return self.layout.cut(_parts_first(x, self.axis, self.ranks).reshape(self.ranks, -1))
+
+    def _exchange(self, message):
+        return lax.all_to_all(message, self.axes, 0, 0, tiled=True)
+
+
+class ReduceScatter(_PerRank):
+    """One hop: encode, all-to-all, decode and sum; rank r keeps part r of `axis`."""
+
+    def _exact(self, x):
+        return lax.psum_scatter(x, self.axes, scatter_dimension=self.axis, tiled=self.tiled)
+
+    def _decode(self, message, state):
+        codec, options = self._options
+        return codecs.decode_sum(message, codec, state[0, ALPHA], self.dtype, **options)
+
+    def _join(self, rows):
+        result = rows.reshape(-1)[: math.prod(self.part)].reshape(self.part)
+        return result if self.tiled else jnp.squeeze(result, self.axis)
 
     def transposed(self, codec: Codec | None) -> "AllGather":
         """Return the operation on cotangents."""
-        d = self.axis
-        inner = (self.shape[d] // self.ranks,) if self.tiled else ()
-        shape = (*self.shape[:d], *inner, *self.shape[d + 1 :])
-        return AllGather(**{**vars(self), "shape": shape, "codec": codec})
+        shape = self.part if self.tiled else (*self.shape[: self.axis], *self.shape[self.axis + 1 :])
+        return self._changed(AllGather, shape=shape, codec=codec)
 
 
-class AllGather(Operation):
-    """One hop: encode, all-gather, decode; the local tensors are joined along `axis`."""
+class AllToAll(_PerRank):
+    """One hop: encode one message per destination, all-to-all, decode."""
+
+    def _exact(self, x):
+        moved = lax.all_to_all(_to_bits(x), self.axes, self.axis, self.concat_axis, tiled=self.tiled)
+        return _from_bits(moved, self.dtype)
+
+    def _join(self, rows):
+        parts = rows[:, : math.prod(self.part)].reshape(self.ranks, *self.part)
+        c = self.concat_axis
+        if not self.tiled:
+            return jnp.moveaxis(jnp.squeeze(parts, self.axis + 1), 0, c)
+        shape = (*self.part[:c], self.ranks * self.part[c], *self.part[c + 1 :])
+        return jnp.moveaxis(parts, 0, c).reshape(shape)
+
+    def transposed(self, codec: Codec | None) -> "AllToAll":
+        """Return the operation on cotangents: source and destination axes swap."""
+        shape = list(self.part if self.tiled else self.shape)
+        if self.tiled:
+            shape[self.concat_axis] *= self.ranks
+        else:
+            shape.insert(self.concat_axis, shape.pop(self.axis))
+        return replace(self, shape=tuple(shape), codec=codec, axis=self.concat_axis, concat_axis=self.axis)
+
+
+class _Whole(Operation):
+    """What the operations share that send the whole local tensor as one flat row."""
 
     @property
     def layout(self) -> Layout:
-        """The whole local tensor as one row."""
-        return layout_for(self.shape, 1, self.codec)
+        """One row."""
+        return layout_for(self.shape, 1, self._options[0])
 
-    def send(self, x, state, observe):
-        to = "invarying" if self.invariant else "varying"
-        if self.codec is None:
-            gathered = lax.all_gather(_to_bits(x), self.axes, axis=self.axis, tiled=self.tiled, to=to)
-            return (_from_bits(gathered, self.dtype),), _no_stats(x)
-        row = self.layout.cut(x)[0]
-        payload, first = [], []
-        for piece in self.layout.pieces(self.chunks):
-            message, seen = self._encode(row[piece], state, observe)
-            payload.append(lax.all_gather(message, self.axes, to=to))
-            first.append(seen)
-        return tuple(payload), self._stats(first, [], x)
+    def _rows(self, x):
+        return self.layout.cut(x)[0]
 
-    def receive(self, payload, state):
-        if self.codec is None:
-            return payload[0]
-        rows = _concatenate([self._decode(p, state[0, ALPHA]) for p in payload])
+
+class AllGather(_Whole):
+    """One hop: encode, all-gather, decode; the local tensors are joined along `axis`."""
+
+    @property
+    def _to(self) -> str:
+        return "invarying" if self.invariant else "varying"
+
+    def _exact(self, x):
+        gathered = lax.all_gather(_to_bits(x), self.axes, axis=self.axis, tiled=self.tiled, to=self._to)
+        return _from_bits(gathered, self.dtype)
+
+    def _exchange(self, message):
+        return lax.all_gather(message, self.axes, to=self._to)
+
+    def _join(self, rows):
         parts = rows[:, : math.prod(self.shape)].reshape(self.ranks, *self.shape)
-        if not self.tiled:
-            return jnp.moveaxis(parts, 0, self.axis)
         d = self.axis
         moved = jnp.moveaxis(parts, 0, d)
+        if not self.tiled:
+            return moved
         return moved.reshape(*self.shape[:d], self.ranks * self.shape[d], *self.shape[d + 1 :])
 
     def transposed(self, codec: Codec | None) -> ReduceScatter:
         """Return the operation on cotangents of a varying result."""
         d = self.axis
-        outer = (self.ranks * self.shape[d], *self.shape[d + 1 :]) if self.tiled else (self.ranks, *self.shape[d:])
-        return ReduceScatter(**{**vars(self), "shape": (*self.shape[:d], *outer), "codec": codec})
+        gathered = (self.ranks * self.shape[d], *self.shape[d + 1 :]) if self.tiled else (self.ranks, *self.shape[d:])
+        return self._changed(ReduceScatter, shape=(*self.shape[:d], *gathered), codec=codec)
 
 
-class AllToAll(Operation):
-    """One hop: encode one message per destination, all-to-all, decode."""
-
-    @property
-    def layout(self) -> Layout:
-        """One row per destination."""
-        return layout_for((self.ranks, math.prod(self.shape) // self.ranks), self.ranks, self.codec, 0)
-
-    def send(self, x, state, observe):
-        if self.codec is None:
-            moved = lax.all_to_all(_to_bits(x), self.axes, self.axis, self.concat_axis, tiled=self.tiled)
-            return (_from_bits(moved, self.dtype),), _no_stats(x)
-        rows = self.layout.cut(_parts_first(x, self.axis, self.ranks).reshape(self.ranks, -1))
-        payload, first = [], []
-        for piece in self.layout.pieces(self.chunks):
-            message, seen = self._encode(rows[..., piece], state, observe)
-            payload.append(lax.all_to_all(message, self.axes, 0, 0, tiled=True))
-            first.append(seen)
-        return tuple(payload), self._stats(first, [], x)
-
-    def receive(self, payload, state):
-        if self.codec is None:
-            return payload[0]
-        rows = _concatenate([self._decode(p, state[0, ALPHA]) for p in payload])
-        d = self.axis
-        part = (*self.shape[:d], self.shape[d] // self.ranks, *self.shape[d + 1 :])
-        parts = rows[:, : math.prod(part)].reshape(self.ranks, *part)
-        if not self.tiled:
-            return jnp.moveaxis(jnp.squeeze(parts, d + 1), 0, self.concat_axis)
-        moved = jnp.moveaxis(parts, 0, self.concat_axis)
-        c = self.concat_axis
-        return moved.reshape(*part[:c], self.ranks * part[c], *part[c + 1 :])
-
-    def transposed(self, codec: Codec | None) -> "AllToAll":
-        """Return the operation on cotangents: source and destination axes swap."""
-        result = jax.eval_shape(
-            lambda x: _all_to_all_shape(x, self.ranks, self.axis, self.concat_axis, self.tiled),
-            jax.ShapeDtypeStruct(self.shape, self.dtype),
-        )
-        return replace(self, shape=result.shape, codec=codec, axis=self.concat_axis, concat_axis=self.axis)
-
-
-class Permute(Operation):
+class Permute(_Whole):
     """One hop: encode, collective permute, decode; ranks that receive nothing get zeros."""
 
-    @property
-    def layout(self) -> Layout:
-        """The whole local tensor as one row."""
-        return layout_for(self.shape, 1, self.codec)
+    def _exact(self, x):
+        return _from_bits(lax.ppermute(_to_bits(x), self.axes, self.perm), self.dtype)
 
-    def send(self, x, state, observe):
-        if self.codec is None:
-            return (_from_bits(lax.ppermute(_to_bits(x), self.axes, self.perm), self.dtype),), _no_stats(x)
-        row = self.layout.cut(x)[0]
-        payload, first = [], []
-        for piece in self.layout.pieces(self.chunks):
-            message, seen = self._encode(row[piece], state, observe)
-            payload.append(lax.ppermute(message, self.axes, self.perm))
-            first.append(seen)
-        return tuple(payload), self._stats(first, [], x)
+    def _exchange(self, message):
+        return lax.ppermute(message, self.axes, self.perm)
 
-    def receive(self, payload, state):
-        if self.codec is None:
-            return payload[0]
-        row = _concatenate([self._decode(p, state[0, ALPHA]) for p in payload])
-        return self.layout.join(row[None])
+    def _join(self, rows):
+        return self.layout.join(rows[None])
 
     def transposed(self, codec: Codec | None) -> "Permute":
         """Return the operation on cotangents: the inverse permutation."""
@@ -255,28 +262,14 @@ def _parts_first(x: jax.Array, axis: int, ranks: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
-def _all_to_all_shape(x, ranks: int, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
-    if not tiled:
-        return jnp.moveaxis(x, split_axis, concat_axis)
-    part = _parts_first(x, split_axis, ranks)[0]
-    return jnp.concatenate([part] * ranks, axis=concat_axis)
-
-
-def _concatenate(parts: list[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-
-
-def _total(seen: list, count: float) -> jax.Array:
-    if not seen or seen[0] is None:
+def _total(seen: tuple, count: float) -> jax.Array:
+    """Add the chunks' observations of one hop and fill in the count, zeros where nothing was observed."""
+    if seen[0] is None:
         return jnp.zeros(SLOTS, jnp.float32)
     total = seen[0]
     for other in seen[1:]:
         total = total + other
     return total.at[COUNT].set(count)
-
-
-def _no_stats(x: jax.Array) -> jax.Array:
-    return compat.vary(jnp.zeros((HOPS, SLOTS), jnp.float32), compat.varying_axes(x))
 
 
 def _to_bits(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from taco_jax.config import Codec
 
@@ -16,7 +17,7 @@ IMPLEMENTATIONS = ("triton", "xla")
 _log = logging.getLogger("taco_jax")
 
 
-def resolve(implementation: str | None, codec: Codec, dtype: jnp.dtype) -> ModuleType:
+def resolve(implementation: str | None, codec: Codec, dtype: DTypeLike) -> ModuleType:
     """Return the module that runs the codec on values of `dtype`.
 
     Args:

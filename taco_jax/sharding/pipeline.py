@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from taco_jax.collectives import all_to_all, ppermute
 from taco_jax.compat import vary, varying_axes
 
 
@@ -77,7 +78,8 @@ def scatter_from_last_stage(x: jax.Array, *, axis_name: str = "pp") -> jax.Array
     parts = jnp.pad(x, padding).reshape(num_stages, rows, *x.shape[1:])
     if num_stages == 1:
         return parts[0]
-    return lax.all_to_all(parts, axis_name, 0, 0)[num_stages - 1]
+    shared = all_to_all(parts, axis_name, split_axis=0, concat_axis=0, compression=None, name="head_scatter")
+    return shared[num_stages - 1]
 
 
 def own_share(x: jax.Array, *, axis_name: str = "pp") -> jax.Array:
@@ -97,4 +99,5 @@ def _to_next_stage(x: jax.Array, axis_name: str) -> jax.Array:
     num_stages = lax.axis_size(axis_name)
     if num_stages == 1:
         return x
-    return lax.ppermute(x, axis_name, [(i, i + 1) for i in range(num_stages - 1)])
+    forward = [(i, i + 1) for i in range(num_stages - 1)]
+    return ppermute(x, axis_name, perm=forward, compression=None, name="pipeline")

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from taco_jax.compat import vary
+from taco_jax.collectives import psum, pvary
 from taco_jax.config import Compression
 
 
@@ -17,7 +17,7 @@ class TensorParallel:
     """Messages between the devices of one mesh axis, compressed as asked; a pytree whose leaves are the scales.
 
     Attributes:
-        scales: site -> `taco_jax.scales.SitePair`, for a compression with adaptive scales; None without.
+        scales: site -> `taco_jax.scales.SitePair`, needed by adaptive codecs and observed with any; None without.
         axis_name: mesh axis that the layers are sharded over.
         compression: how the sites send.
     """
@@ -28,19 +28,20 @@ class TensorParallel:
 
     def enter(self, x: jax.Array, site: str) -> jax.Array:
         """Return `x` as input of sharded weights; its cotangent is summed over the axis (Megatron's f)."""
-        return vary(x, (self.axis_name,))
+        return pvary(x, self.axis_name, compression=self.compression, scales=self._scales(site), name=site)
 
     def leave(self, y: jax.Array, site: str) -> jax.Array:
         """Return the sum of `y` over the axis, for outputs of sharded weights (Megatron's g)."""
-        return lax.psum(y, self.axis_name)
+        return psum(y, self.axis_name, compression=self.compression, scales=self._scales(site), name=site)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the exact sum over the axis."""
-        return lax.psum(x, self.axis_name)
+        return psum(x, self.axis_name, compression=None, name="vocabulary")
 
     def max(self, x: jax.Array) -> jax.Array:
         """Return the maximum over the axis; no gradient passes."""
-        return lax.pmax(lax.stop_gradient(x), self.axis_name)
+        with jax.named_scope("taco.pmax.vocabulary.forward"):
+            return lax.pmax(lax.stop_gradient(x), self.axis_name)
 
     def index(self) -> jax.Array:
         """Return this device's position on the axis."""
@@ -58,6 +59,9 @@ class TensorParallel:
     def select(self, sites: Iterable[str]) -> "TensorParallel":
         """Return the same communication with the scales of `sites` only."""
         return self if self.scales is None else self.with_scales({site: self.scales[site] for site in sites})
+
+    def _scales(self, site: str) -> Any:
+        return None if self.scales is None else self.scales[site]
 
 
 class SingleDevice:
