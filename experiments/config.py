@@ -1,6 +1,22 @@
-"""The typed configuration of a training run: what `--print-config` shows and config.json keeps."""
+"""The typed configuration of a training run, what `--print-config` shows and config.json keeps, and its checks."""
 
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from taco_jax.config import PRESETS
+from taco_jax.models.config import divisors
+from taco_jax.pallas.registry import IMPLEMENTATIONS
+from taco_jax.sharding.mesh import parse_mesh
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: its text is one line that says what would work."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,8 @@ class OptimizerConfig:
     learning_rate: float = 5e-3
     warmup_steps: int = 10
     decay_steps: int = 0
-    """Step at which the cosine ends; 0 means the run's number of steps."""
+    """Step at which the cosine ends, whatever the number of steps: a run that is continued later follows the same
+    curve. 0 means the number of steps, which bends the curve of a run that is continued."""
     final_fraction: float = 0.1
     b1: float = 0.9
     b2: float = 0.95
@@ -89,3 +106,122 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def flatten(config: object, prefix: str = "") -> dict[str, Any]:
+    """Return every field of a configuration (or of its dict) under its dotted name."""
+    fields = config if isinstance(config, dict) else vars(config)
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        nested = isinstance(value, dict) or dataclasses.is_dataclass(value)
+        flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return `"; did you mean X?"` for the most similar of `names`, or nothing if none is similar."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def validate(config: TrainConfig) -> None:
+    """Check a configuration without touching a device.
+
+    Raises:
+        ConfigError: naming every mistake, with the numbers and what would work, on one line.
+    """
+    problems = list(_problems(config))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _problems(config: TrainConfig) -> Iterator[str]:
+    yield from _field_problems(config)
+    try:
+        sizes = parse_mesh(config.mesh)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from _mesh_problems(config, **sizes)
+
+
+def _field_problems(config: TrainConfig) -> Iterator[str]:
+    choices = (
+        ("compression", config.compression, PRESETS),
+        ("dtype", config.dtype, DTYPES),
+        ("communication.implementation", config.communication.implementation, ("auto", *IMPLEMENTATIONS)),
+    )
+    for name, chosen, allowed in choices:
+        if chosen not in allowed:
+            yield f"{name} must be one of {', '.join(allowed)}, got {chosen!r}{nearest(chosen, allowed)}"
+    values = flatten(config)
+    for name, (low, high) in _RANGES.items():
+        if not low <= values[name] <= high:
+            limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            yield f"{name} must be {limits}, got {values[name]}"
+    if not 0 < config.optimizer.learning_rate < math.inf:
+        yield f"optimizer.learning_rate must be above 0 and finite, got {config.optimizer.learning_rate}"
+    if not 0 < config.data.validation_fraction < 1:
+        yield f"data.validation_fraction must be between 0 and 1, got {config.data.validation_fraction}"
+    model = config.model
+    if min(model.hidden_size, model.num_heads) > 0 and model.hidden_size % model.num_heads:
+        yield (
+            f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
+            f" (usable: {_listed(divisors(model.hidden_size))})"
+        )
+
+
+def _mesh_problems(config: TrainConfig, dp: int, pp: int, tp: int) -> Iterator[str]:
+    model = config.model
+    if pp > 0 and model.num_layers > 0 and model.num_layers % pp:
+        usable = _listed(divisors(model.num_layers))
+        yield f"pp={pp} does not divide model.num_layers={model.num_layers} (usable pp: {usable})"
+    shared = {"model.num_heads": model.num_heads, "model.intermediate_size": model.intermediate_size}
+    usable_tp = divisors(math.gcd(*shared.values()))
+    if tp > 0 and min(shared.values()) > 0 and tp not in usable_tp:
+        numbers = " and ".join(f"{name}={size}" for name, size in shared.items())
+        yield f"tp={tp} does not divide {numbers} (usable tp: {_listed(usable_tp)})"
+    parts = dp * config.parallel.num_microbatches
+    batch = config.data.batch_size
+    if parts > 0 and batch > 0 and batch % parts:
+        below, above = batch // parts * parts, (batch // parts + 1) * parts
+        usable = _listed(size for size in (below, above) if size)
+        yield (
+            f"data.batch_size={batch} is no multiple of dp={dp} x parallel.num_microbatches="
+            f"{config.parallel.num_microbatches} (nearest usable: {usable})"
+        )
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "steps": (1, math.inf),
+    # JAX keys and grain's shuffle both take a seed of 32 bits.
+    "seed": (0, 2**32 - 1),
+    "eval_every": (1, math.inf),
+    "eval_batches": (1, math.inf),
+    "sample_length": (0, math.inf),
+    "model.num_layers": (1, math.inf),
+    "model.hidden_size": (1, math.inf),
+    "model.num_heads": (1, math.inf),
+    "model.intermediate_size": (1, math.inf),
+    # Tokens are bytes.
+    "model.vocab_size": (256, math.inf),
+    "data.sequence_length": (1, math.inf),
+    "data.batch_size": (1, math.inf),
+    "optimizer.warmup_steps": (0, math.inf),
+    "optimizer.decay_steps": (0, math.inf),
+    "optimizer.final_fraction": (0, 1),
+    "optimizer.b1": (0, 1),
+    "optimizer.b2": (0, 1),
+    "optimizer.eps": (0, math.inf),
+    "optimizer.weight_decay": (0, math.inf),
+    "optimizer.clip_norm": (1e-30, math.inf),
+    "parallel.num_microbatches": (1, math.inf),
+    "communication.min_bytes": (0, math.inf),
+    "communication.chunks": (1, math.inf),
+    "checkpoint.every": (1, math.inf),
+    "checkpoint.keep": (1, math.inf),
+}
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))

@@ -107,8 +107,7 @@ def round_trip(
     columns = wire.padded_columns(x.size, 1, codec)
     flat = jnp.pad(x.reshape(-1), (0, columns - x.size))
     if alpha is None:
-        mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)))
-        alpha = alpha_for(mean_square) if codec.scale == "adaptive" else NEUTRAL
+        alpha = alpha_for(x) if codec.scale == "adaptive" else NEUTRAL
     alpha = jnp.asarray(alpha, jnp.float32)
     message, _ = encode(flat, codec, alpha)
     return decode(message, codec, alpha, x.dtype)[: x.size].reshape(x.shape)

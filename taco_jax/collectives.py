@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from taco_jax import compat
 from taco_jax.config import Compression, as_compression
 from taco_jax.operations import AllGather, AllReduce, AllToAll, Operation, Payload, Permute, ReduceScatter
-from taco_jax.scales import BACKWARD, FORWARD, SLOTS, SitePair, init_scales
+from taco_jax.scales import BACKWARD, DIRECTIONS, FORWARD, HOPS, SLOTS, SitePair, init_scales
 
 PAYLOAD_NAME, STATS_NAME = "taco_payload", "taco_stats"
 Axes = str | tuple[str, ...]
@@ -251,9 +251,9 @@ def _one_hop(op, site, x, axes, compression, scales, *, kind, axis=0, concat_axi
     _varies(x, axes, op, site)
     x = compat.vary(x, axes)
     if kind is AllGather:
-        axis %= x.ndim if options["tiled"] else x.ndim + 1
+        axis = _axis(op, site, axis, x.ndim if options["tiled"] else x.ndim + 1)
     elif kind is not Permute:
-        axis, concat_axis = axis % x.ndim, concat_axis % x.ndim
+        axis, concat_axis = (_axis(op, site, a, x.ndim) for a in (axis, concat_axis))
         _check_split(op, site, x.shape, axis, lax.axis_size(axes), options["tiled"])
     exact = _is_exact(x, axes, compression)
     codec = None if exact else compression.forward
@@ -293,6 +293,12 @@ def _is_exact(x: jax.Array, axes: tuple[str, ...], compression: Compression) -> 
     return lax.axis_size(axes) == 1 or x.size * x.dtype.itemsize < compression.min_bytes
 
 
+def _axis(op: str, site: str, axis: int, ndim: int) -> int:
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{op} {site!r}: axis {axis} is out of range for {ndim} axes")
+    return axis % ndim
+
+
 def _check_split(op: str, site: str, shape: tuple[int, ...], axis: int, ranks: int, tiled: bool) -> None:
     size = shape[axis]
     if size % ranks if tiled else size != ranks:
@@ -309,6 +315,11 @@ def _pair(call: _Call, x: jax.Array, scales: Scales) -> tuple[jax.Array, jax.Arr
     else:
         state = lax.stop_gradient(scales)
         probe = compat.vary(scales, compat.varying_axes(x) | set(call.forward.axes))
+    if state.shape != (DIRECTIONS, HOPS, SLOTS):
+        raise ValueError(
+            f"{call.op} {call.site!r}: scales of one call have shape {(DIRECTIONS, HOPS, SLOTS)}, got {state.shape}; "
+            "index the axes of `stack` (or scan over them) first"
+        )
     shared = sorted(compat.varying_axes(state) & set(call.forward.axes))
     if shared:
         raise ValueError(
@@ -334,11 +345,11 @@ def _attach(call: _Call, x, probe, state, payload: Payload, seen):
 
 
 def _attach_forward(call, x, probe, state, payload, seen):
-    return _attach(call, x, probe, state, payload, seen), (x, probe, state, seen)
+    return _attach(call, x, probe, state, payload, seen), (probe, state, seen)
 
 
 def _attach_backward(call, residuals, ct):
-    x, probe, state, seen = residuals
+    probe, state, seen = residuals
     axes = call.forward.axes
     with call.scope("backward"):
         if call.backward is not None:

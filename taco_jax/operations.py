@@ -182,7 +182,7 @@ class AllToAll(_PerRank):
         return _from_bits(moved, self.dtype)
 
     def _join(self, rows):
-        parts = rows[:, : math.prod(self.part)].reshape(self.ranks, *self.part)
+        parts = rows[..., : math.prod(self.part)].reshape(self.ranks, *self.part)
         c = self.concat_axis
         if not self.tiled:
             return jnp.moveaxis(jnp.squeeze(parts, self.axis + 1), 0, c)

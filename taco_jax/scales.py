@@ -27,6 +27,8 @@ DualScale = jax.Array
 TARGET_LOG2_RMS = 1.0
 """log2 of the RMS that alpha aims at: e4m3 has 7.8 octaves above it and 10 below."""
 HYSTERESIS_OCTAVES = 0.75
+VANISHED_MEAN_SQUARE = 2.0**-16
+"""An RMS of 2^-8 is two of e4m3's smallest steps: little of the message is left."""
 
 
 class SitePair(NamedTuple):
@@ -60,9 +62,13 @@ def split_scales(scales: Mapping[str, DualScale], axes: Iterable[str]) -> tuple[
     return states, {name: compat.vary(value, axes) for name, value in states.items()}
 
 
-def alpha_for(mean_square: jax.Array) -> jax.Array:
-    """Return the power of two that brings values of this mean square to the target RMS, within f32's normal range."""
-    octaves = jnp.round(TARGET_LOG2_RMS - 0.5 * jnp.log2(mean_square))
+def alpha_for(x: jax.Array) -> jax.Array:
+    """Return the power of two that brings `x` to the target RMS, within f32's normal range; 1 for zeros."""
+    x = x.astype(jnp.float32)
+    # The squares of values beyond 1e19 or below 1e-19 are no f32.
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(x), initial=0.0))
+    mean_square = jnp.mean(jnp.square(jnp.ldexp(x, -exponent)))
+    octaves = jnp.round(TARGET_LOG2_RMS - 0.5 * jnp.log2(mean_square)) - exponent
     octaves = jnp.where(jnp.isfinite(octaves), jnp.clip(octaves, -126, 126), 0)
     return jnp.ldexp(jnp.float32(1.0), octaves.astype(jnp.int32))
 
@@ -77,7 +83,8 @@ def update_scales(
     """Follow the observations of a step: the second half of the adaptive codec.
 
     ms = sum / count of z = alpha x; EMA of ms; alpha moves to the power of two that brings the RMS to 2 when the EMA is
-    more than 0.75 octaves off, and at once, by ms alone, at the first observation or when values saturated. A
+    more than 0.75 octaves off, and at once, by ms alone, at the first observation, when values saturated, or when the
+    RMS fell below 2^-8 (little is left). A
     non-finite observation changes nothing but the counter of skipped ones.
 
     Args:
@@ -120,9 +127,9 @@ def _follow(state: DualScale, seen: jax.Array, decay: float) -> DualScale:
     sound = (seen[..., NONFINITE] == 0) & jnp.isfinite(ms) & jnp.isfinite(error)
     usable = sound & (seen[..., COUNT] > 0) & (ms > 0)
     first = state[..., UPDATES] == 0
-    at_once = first | (seen[..., SATURATED] > 0)
+    at_once = first | (seen[..., SATURATED] > 0) | (ms < VANISHED_MEAN_SQUARE)
     average = jnp.where(at_once, ms, decay * old + (1 - decay) * ms)
-    average_error = jnp.where(first, error, decay * state[..., MEAN_ERROR] + (1 - decay) * error)
+    average_error = jnp.where(at_once, error, decay * state[..., MEAN_ERROR] + (1 - decay) * error)
     off = TARGET_LOG2_RMS - 0.5 * jnp.log2(jnp.where(usable, average, 1.0))
     moves = usable & (at_once | (jnp.abs(off) > HYSTERESIS_OCTAVES))
     _, exponent = jnp.frexp(alpha)

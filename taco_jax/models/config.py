@@ -18,9 +18,9 @@ class GPTConfig:
         intermediate_size: width of the MLP; None means 4 * hidden_size.
         vocab_size: token ids the tokenizer knows.
         max_positions: longest sequence, rows of the table of positions.
-        vocab_multiple: the tables have `padded_vocab_size` rows, the next multiple of this. Padding rows are zero, their
-            logits are minus infinity. The default is the same on every mesh whose tp divides it, so that a
-            checkpoint moves between meshes.
+        vocab_multiple: the tables have `padded_vocab_size` rows, the next multiple of this. Padding rows are zero,
+            their logits minus infinity. The default suits every mesh whose tp divides it, so that a checkpoint moves
+            between meshes.
         tie_embeddings: the head reads the token table.
         norm_epsilon: added to the variance in LayerNorm.
         dtype: compute dtype; parameters are float32.

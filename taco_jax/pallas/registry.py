@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from taco_jax import compat
 from taco_jax.config import Codec
 
 IMPLEMENTATIONS = ("triton", "xla")
 """In order of preference."""
+BY_NAME_ONLY = ("triton_interpret",)
+"""For tests, never chosen."""
 
 _log = logging.getLogger("taco_jax")
 
@@ -21,8 +24,9 @@ def resolve(implementation: str | None, codec: Codec, dtype: DTypeLike) -> Modul
     """Return the module that runs the codec on values of `dtype`.
 
     Args:
-        implementation: a name from `IMPLEMENTATIONS`, which never falls back; None takes the first that serves the
-            codec on the default backend's devices and logs the choice once.
+        implementation: a name from `IMPLEMENTATIONS` or `BY_NAME_ONLY`, which never falls back (and may be compiled
+            for devices that this process does not have); None takes the first that serves the codec on the default
+            backend's devices and logs the choice once.
         codec: format of the messages.
         dtype: type of the values.
 
@@ -31,11 +35,15 @@ def resolve(implementation: str | None, codec: Codec, dtype: DTypeLike) -> Modul
         NotImplementedError: if the named implementation cannot serve the codec, with its reason.
     """
     if implementation is None:
-        return _load(_first_supported(codec, jnp.dtype(dtype), *_device()))
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"no implementation is called {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}")
+        return _load(_first_supported(codec, jnp.dtype(dtype), *_device(), compat.automatic_axes()))
+    names = IMPLEMENTATIONS + BY_NAME_ONLY
+    if implementation not in names:
+        raise ValueError(f"no implementation is called {implementation!r}; there are {', '.join(names)}")
     module = _load(implementation)
     reason = module.unsupported_reason(codec, jnp.dtype(dtype))
+    platform, capability = _device()
+    if reason is None and platform == "gpu" and hasattr(module, "device_unsupported_reason"):
+        reason = module.device_unsupported_reason(capability)
     if reason is not None:
         raise NotImplementedError(f"implementation {implementation!r}: {reason}")
     return module
@@ -52,7 +60,9 @@ def _device() -> tuple[str, str]:
 
 
 @functools.cache
-def _first_supported(codec: Codec, dtype: jnp.dtype, platform: str, capability: str) -> str:
+def _first_supported(
+    codec: Codec, dtype: jnp.dtype, platform: str, capability: str, automatic_axes: tuple[str, ...]
+) -> str:
     for name in IMPLEMENTATIONS:
         if name == "xla":
             break

@@ -15,6 +15,7 @@ from taco_jax.hadamard import rotate
 _FORMAT_DTYPE = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8}
 _BEFORE_ROTATION = 2.0**100  # keeps the rotation of a clipped value finite; far above every format's maximum
 _OBSERVED = 2.0**16  # keeps sums of squares finite
+_UNDERFLOW = 2.0**-60  # counts for values too small to square, so that alpha can follow them
 _MIN_SCALE = 2.0**-126
 _MAX_SCALE = float(jnp.finfo(jnp.bfloat16).max)
 
@@ -31,13 +32,12 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
         payload, scale bytes or None, and the observation f32[5] of z = alpha x (None without `observe`).
     """
     v = _blocks(x.astype(jnp.float32), codec)
-    finite = jnp.isfinite(v)
     if codec.scale == "adaptive":
-        z = jnp.where(finite, jnp.clip(v * alpha, -_BEFORE_ROTATION, _BEFORE_ROTATION), jnp.nan)
+        z = jnp.where(jnp.isfinite(v), jnp.clip(v * alpha, -_BEFORE_ROTATION, _BEFORE_ROTATION), jnp.nan)
         if codec.hadamard:
             z = rotate(z) * _norm(codec)
         payload = _cast(z, codec)
-        seen = _observe(z, z, payload, codec, 1.0, finite) if observe else None
+        seen = _observe(z, z, payload, codec, 1.0, v) if observe else None
         return _rows(payload), None, seen
     amax = jnp.max(jnp.abs(v), axis=-1, keepdims=True)
     up, down = _power_of_two(amax)
@@ -45,7 +45,7 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
     scale = _block_scale(jnp.max(jnp.abs(y), axis=-1, keepdims=True) * _norm(codec), up, amax, codec)
     z = y * (_norm(codec) / (scale * down))
     payload = _cast(z, codec)
-    seen = _observe(v * alpha, z, payload, codec, scale * alpha, finite) if observe else None
+    seen = _observe(v * alpha, z, payload, codec, scale * alpha, v) if observe else None
     return _rows(payload), _scale_bytes(scale, codec), seen
 
 
@@ -74,21 +74,21 @@ def reduce(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alphas: 
         payload u8[..., C], scale bytes or None, observation f32[5] or None.
     """
     total, scale = _sum(payloads, scales, codec, alphas[0])
-    finite = jnp.isfinite(total)
     if codec.scale == "adaptive":
         z = total * jnp.clip(alphas[1] / alphas[0], _MIN_SCALE, _BEFORE_ROTATION)
         payload = _cast(z, codec)
-        seen = _observe(z, z, payload, codec, 1.0, finite) if observe else None
+        seen = _observe(z, z, payload, codec, 1.0, total) if observe else None
         return _rows(payload), None, seen
     amax = jnp.max(jnp.abs(total), axis=-1, keepdims=True)
-    after = _block_scale(amax, scale, amax * scale, codec)
+    # The sum itself may exceed f32 in the rotated domain; a non-finite value of any rank is in the total.
+    after = _block_scale(amax, scale, amax, codec)
     # Sums that cancel exactly leave after / scale at zero; 0 * inf would be NaN.
     z = total * (1.0 / jnp.maximum(after / scale, _MIN_SCALE))
     payload = _cast(z, codec)
     seen = None
     if observe:
         whole = total * jnp.minimum(scale * alphas[1], _OBSERVED)
-        seen = _observe(whole, z, payload, codec, after * alphas[1], finite & jnp.isfinite(scale))
+        seen = _observe(whole, z, payload, codec, after * alphas[1], total)
     return _rows(payload), _scale_bytes(after, codec), seen
 
 
@@ -123,20 +123,24 @@ def _unscaled(q: jax.Array, scale: jax.Array, codec: Codec, dtype) -> jax.Array:
 
 
 def _sum(payloads, scales, codec: Codec, alpha) -> tuple[jax.Array, jax.Array]:
-    """Return (t, s) with sum of decoded = s t; unrolled, since jnp.sum over ranks is not in rank order."""
+    """Return (t, s) with sum of decoded = s t; unrolled, since jnp.sum over ranks is not in rank order.
+
+    s is a power of two, so that the products are exact (8 bits times 8): fused multiply-adds change no bit.
+    """
     q = _values(payloads, codec)
     scale = _scale(scales, codec, alpha)
     if codec.scale == "adaptive":
-        parts, largest = q, scale
+        parts, unit = q, scale
     else:
         largest = scale[0]
         for s in scale[1:]:
             largest = jnp.maximum(largest, s)
-        parts = q * (scale / largest)
+        unit, inverse = _power_of_two(largest)
+        parts = q * (scale * inverse)
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return total, largest
+    return total, unit
 
 
 def _power_of_two(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -183,14 +187,15 @@ def _scale(scales: jax.Array | None, codec: Codec, alpha: jax.Array) -> jax.Arra
     return lax.bitcast_convert_type(bits, jnp.float32)[..., None]
 
 
-def _observe(z, encoded, payload, codec: Codec, unit, finite) -> jax.Array:
+def _observe(z, encoded, payload, codec: Codec, unit, source) -> jax.Array:
     """Return (sum of squares, 0, saturated, non-finite, sum of squared error) in units of z; count is static."""
     limit = codec.qmax if codec.scale == "adaptive" else _OBSERVED
     valid = jnp.isfinite(z)
-    squares = jnp.sum(jnp.where(valid, jnp.square(jnp.clip(z, -limit, limit)), 0.0))
+    magnitude = jnp.clip(jnp.abs(z), jnp.where(source != 0, _UNDERFLOW, 0.0), limit)
+    squares = jnp.sum(jnp.where(valid, jnp.square(magnitude), 0.0))
     saturated = jnp.sum(jnp.abs(encoded) > codec.qmax * 1.0001, dtype=jnp.float32)
     q = lax.bitcast_convert_type(payload, _FORMAT_DTYPE[codec.format]).astype(jnp.float32)
     error = (jnp.clip(encoded, -_OBSERVED, _OBSERVED) - q) * jnp.minimum(unit, _OBSERVED)
     noise = jnp.sum(jnp.where(jnp.isfinite(error), jnp.square(error), 0.0))
-    nonfinite = jnp.sum(~finite, dtype=jnp.float32)
+    nonfinite = jnp.sum(~jnp.isfinite(source), dtype=jnp.float32)
     return jnp.stack([squares, jnp.zeros_like(squares), saturated, nonfinite, noise])

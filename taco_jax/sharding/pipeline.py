@@ -6,6 +6,7 @@ microbatch (a bubble) skips its work.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +41,22 @@ def on_first_stage(make: Callable[[], jax.Array], *, axes: tuple[str, ...], axis
         )
 
 
-def run_pipeline(stage: Callable[[jax.Array], jax.Array], inputs: jax.Array, *, axis_name: str = "pp") -> jax.Array:
+def run_pipeline(
+    stage: Callable[[jax.Array], jax.Array],
+    inputs: jax.Array,
+    *,
+    axis_name: str = "pp",
+    remat: bool = True,
+    remat_policy: Any = None,
+) -> jax.Array:
     """Return what the last stage makes of `inputs`, after every stage has worked on every microbatch.
 
     Args:
         stage: this device's layers, from activations [b, ...] to activations of the same shape and dtype.
         inputs: [M, b, ...] microbatches; only the first stage's are read.
         axis_name: mesh axis of the stages; `inputs` vary over it.
+        remat: whether the backward pass computes a stage again from its input.
+        remat_policy: what `jax.checkpoint` keeps of a stage beside its input.
 
     Returns:
         [M, b, ...]; only the last stage's are meaningful, the others hold what passed through them.
@@ -57,12 +67,19 @@ def run_pipeline(stage: Callable[[jax.Array], jax.Array], inputs: jax.Array, *, 
     index = lax.axis_index(axis_name)
     axes = varying_axes(inputs)
 
+    def stage_or_bubble(valid, x):
+        with share_scope(num_microbatches, ticks):
+            return lax.cond(valid, stage, lambda x: x, x)
+
+    # Around the conditional, not inside: JAX 0.10 would keep a copy of the stage's weights for every tick.
+    if remat:
+        stage_or_bubble = jax.checkpoint(stage_or_bubble, policy=remat_policy, prevent_cse=False)
+
     def tick(received, t):
         microbatch = t - index
         first = lax.dynamic_index_in_dim(inputs, jnp.clip(t, 0, num_microbatches - 1), keepdims=False)
-        x = jnp.where(index == 0, first, received)
-        with share_scope(num_microbatches, ticks):
-            y = lax.cond((microbatch >= 0) & (microbatch < num_microbatches), stage, lambda x: x, x)
+        valid = (microbatch >= 0) & (microbatch < num_microbatches)
+        y = stage_or_bubble(valid, jnp.where(index == 0, first, received))
         return _to_next_stage(y, axis_name), y
 
     start = vary(jnp.zeros(inputs.shape[1:], inputs.dtype), axes)
@@ -71,7 +88,7 @@ def run_pipeline(stage: Callable[[jax.Array], jax.Array], inputs: jax.Array, *, 
 
 
 def scatter_from_last_stage(x: jax.Array, *, axis_name: str = "pp") -> jax.Array:
-    """Share the rows of the last stage's x[N, ...] among the stages: rows [ceil(N / P), ...], zero-padded at the end."""
+    """Share the last stage's x[N, ...] among the stages: [ceil(N / P), ...] each, padded with zeros at the end."""
     num_stages = lax.axis_size(axis_name)
     rows = padded_share(x.shape[0], num_stages)
     padding = [(0, rows * num_stages - x.shape[0])] + [(0, 0)] * (x.ndim - 1)

@@ -1,0 +1,165 @@
+"""The command line of the trainer: typed flags, `--set section.field=value`, and errors of one line."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from experiments.config import ConfigError, TrainConfig, flatten, nearest
+from experiments.recipes import RECIPES
+
+PROGRAM = "python -m experiments.train"
+
+
+def _flag(metavar: str, default: str = "the recipe's") -> Any:
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
+
+
+def _whole_number(words: list[str]) -> int:
+    try:
+        return int(words[0])
+    except ValueError:
+        raise ValueError(f"needs a whole number, got {words[0]!r}") from None
+
+
+# tyro's own text for a bad `int | None` spans lines and names Python types.
+_WHOLE_NUMBER = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="INT",
+    instance_from_str=_whole_number,
+    is_instance=lambda value: value is None or isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train a GPT in dp x pp x tp with compressed tensor-parallel communication; rerun a command to resume."""
+
+    mesh: Annotated[str, _flag("dp4,pp4,tp8")] = ""
+    """Devices per axis: data, pipeline, tensor parallel; CPU devices are emulated where there are too few."""
+    recipe: Annotated[str, _flag("main|small|tiny", "main")] = "main"
+    """Starting point that the other flags change."""
+    data: Annotated[str, _flag("FILE", "the King James Bible that comes with the package")] = ""
+    """A text file to learn from."""
+    steps: Annotated[int | None, _WHOLE_NUMBER, _flag("INT")] = None
+    """Optimizer steps; more than a finished run has continue it."""
+    compression: Annotated[str, _flag("taco|taco_block|fp8|int8|none")] = ""
+    """What tensor-parallel messages are sent as."""
+    out: Annotated[str, _flag("DIR", "runs/RECIPE-COMPRESSION-seedSEED")] = ""
+    """Run folder; the same command, also with another mesh or more steps, continues the run that it holds."""
+    seed: Annotated[int | None, _WHOLE_NUMBER, _flag("INT")] = None
+    """Seed of the initial parameters and of the order of the data."""
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, _flag("SECTION.FIELD=VALUE", "")] = ()
+    """Change any other field that --print-config shows."""
+    print_config: bool = False
+    """Print the configuration as JSON and stop."""
+
+
+# Fields of the configuration that have a flag of their own.
+_FLAGS = {
+    "mesh": "mesh",
+    "recipe": "recipe",
+    "data": "data.path",
+    "steps": "steps",
+    "compression": "compression",
+    "seed": "seed",
+}
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Read the command line.
+
+    Raises:
+        ConfigError: for what it cannot read, on one line.
+        SystemExit: after `--help`.
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(Arguments, prog=PROGRAM, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ConfigError(_one_line(errors.getvalue())) from None
+
+
+def build_config(arguments: Arguments) -> TrainConfig:
+    """Return the recipe's configuration with the flags and `--set` applied; `validate` has yet to check it.
+
+    Raises:
+        ConfigError: for a recipe or a field that does not exist, or a value of another type.
+    """
+    if arguments.recipe not in RECIPES:
+        names = ", ".join(RECIPES)
+        raise ConfigError(f"no recipe is called {arguments.recipe!r}; there are {names}")
+    config = RECIPES[arguments.recipe]()
+    for flag, name in _FLAGS.items():
+        value = getattr(arguments, flag)
+        if value not in (None, ""):
+            config = _replace(config, name, value)
+    return apply_settings(config, arguments.set)
+
+
+def apply_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
+    """Return `config` with each `section.field=value` applied, the value read as the field's type.
+
+    Raises:
+        ConfigError: for a field that does not exist (with the nearest name), is given twice or has a flag of its own.
+    """
+    fields = flatten(config)
+    flags = {name: flag for flag, name in _FLAGS.items()}
+    seen = set()
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting}: write section.field=value, such as optimizer.learning_rate=0.001")
+        if name in flags:
+            raise ConfigError(f"--set {setting}: use --{flags[name]}={text}")
+        if name not in fields:
+            raise ConfigError(f"--set {setting}: there is no field {name!r}{nearest(name, fields)}")
+        if name in seen:
+            raise ConfigError(f"--set {name} is given twice")
+        seen.add(name)
+        config = _replace(config, name, _parse_value(name, text, type(fields[name])))
+    return config
+
+
+def config_json(config: TrainConfig) -> str:
+    """Return the text of config.json."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def _replace(config: Any, name: str, value: object) -> Any:
+    section, dot, rest = name.partition(".")
+    return dataclasses.replace(config, **{section: _replace(getattr(config, section), rest, value) if dot else value})
+
+
+def _parse_value(name: str, text: str, kind: type) -> object:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"--set {name} needs true or false, got {text!r}")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = {int: "a whole number", float: "a number"}[kind]
+        raise ConfigError(f"--set {name} needs {wanted}, got {text!r}") from None
+
+
+def _one_line(box: str) -> str:
+    """Return the first paragraph of a message that tyro framed, as one line."""
+    lines = (line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰")))
+    paragraph = itertools.takewhile(lambda line: line and not line.startswith("─"), lines)
+    text = " ".join(paragraph) or "cannot read the command line"
+    if match := re.match(r"Unrecognized options: (--[\w-]+)", text):
+        names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Arguments)]
+        return f"there is no option {match[1]}{nearest(match[1], names)}"
+    return text

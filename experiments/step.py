@@ -1,0 +1,313 @@
+"""The programs of a training run on a mesh: initialise, train one step, evaluate, score a text.
+
+One `jax.shard_map` over the whole mesh holds the model, its pipeline and the gradient sums; the optimizer runs on the
+global arrays behind it in the same jit.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments import optimizer
+from experiments.config import TrainConfig, validate
+from taco_jax import Compression, SitePair, init_scales, psum, save_payloads, split_scales, update_scales
+from taco_jax.compat import vary
+from taco_jax.models.config import GPTConfig
+from taco_jax.models.gpt import GPT, LAYER_SITES, SITES, graph_of, init_parameters
+from taco_jax.scales import ALPHA, BACKWARD, UPDATES
+from taco_jax.sharding import pipeline, rules
+from taco_jax.sharding.mesh import AXES, format_mesh
+from taco_jax.sharding.tensor_parallel import TensorParallel
+
+DATA = P("dp", None)
+"""Batches are split over dp; the devices of a pipeline and of a layer read the same tokens."""
+BATCH_DTYPES = {"tokens": jnp.int32, "targets": jnp.int32, "mask": jnp.float32}
+OBSERVE_ONLY = -1
+"""Number of a step that updates scales and nothing else."""
+
+
+def build(config: TrainConfig, mesh: Mesh) -> "Program":
+    """Return the programs of `config` on `mesh`; nothing is compiled before it is used.
+
+    Raises:
+        experiments.config.ConfigError: if the model or the batch does not divide over the mesh.
+    """
+    return Program(config, mesh)
+
+
+def model_config(config: TrainConfig, tp: int) -> GPTConfig:
+    """Return the architecture of `config`; its tables are padded the same for every `tp` that is a power of two."""
+    c = config.model
+    return GPTConfig(
+        num_layers=c.num_layers,
+        hidden_size=c.hidden_size,
+        num_heads=c.num_heads,
+        intermediate_size=c.intermediate_size,
+        vocab_size=c.vocab_size,
+        max_positions=config.data.sequence_length,
+        vocab_multiple=math.lcm(128, tp),
+        tie_embeddings=c.tie_embeddings,
+        dtype=config.dtype,
+    )
+
+
+class Program:
+    """What a run does on its mesh; `state` is {"params", "opt_state", "scales"} of sharded arrays."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        validate(dataclasses.replace(config, mesh=format_mesh(mesh.shape)))
+        self.model_config = model_config(config, mesh.shape["tp"])
+        self.compression = compression_of(config)
+        self.direction = optimizer.direction(config.optimizer)
+        self.learning_rate = optimizer.learning_rate(config)
+        self.batch_sharding = NamedSharding(mesh, DATA)
+        self._shapes = jax.eval_shape(self._new_state, 0)
+        self.specs = rules.partition_specs(self._shapes["params"])
+        self.scale_specs = {site: P("pp") if site in LAYER_SITES else P() for site in self._shapes["scales"]}
+
+    # State
+
+    def init(self, seed: int) -> dict:
+        """Return the first state; the same values on every mesh."""
+        # It runs once: without optimisation it compiles four times as fast.
+        options = {"xla_backend_optimization_level": 0}
+        new_state = jax.jit(self._new_state, out_shardings=self.state_shardings, compiler_options=options)
+        return new_state(np.uint32(seed))
+
+    def abstract_state(self) -> dict:
+        """Return the tree of `ShapeDtypeStruct` with shardings that a state has."""
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self._shapes, self.state_shardings
+        )
+
+    @functools.cached_property
+    def state_shardings(self) -> dict:
+        """Sharding of every leaf of the state: moments lie like their parameters."""
+        named = functools.partial(NamedSharding, self.mesh)
+        parameters = jax.tree.map(named, self.specs)
+        moments = optax.tree.map_params(
+            self.direction,
+            lambda _, sharding: sharding,
+            self._shapes["opt_state"],
+            parameters,
+            transform_non_params=lambda _: named(P()),
+        )
+        return {"params": parameters, "opt_state": moments, "scales": jax.tree.map(named, self.scale_specs)}
+
+    def _new_state(self, seed: jax.Array) -> dict:
+        parameters = init_parameters(self.model_config, seed)
+        layers = dict.fromkeys(LAYER_SITES, self.compression)
+        others = dict.fromkeys((site for site in SITES if site not in LAYER_SITES), self.compression)
+        scales = init_scales(layers, (self.model_config.num_layers,)) | init_scales(others)
+        # Cotangents of a mean over tokens are some hundredths of 1 / tokens; FP8 has 17 octaves to meet them in.
+        tokens = self.config.data.batch_size * self.config.data.sequence_length
+        alpha = 2.0 ** (math.ceil(math.log2(tokens)) + 4)
+        scales = {site: value.at[..., BACKWARD, :, ALPHA].set(alpha) for site, value in scales.items()}
+        return {"params": parameters, "opt_state": self.direction.init(parameters), "scales": scales}
+
+    # Training
+
+    def train_step(self, state: dict, step: int, batch: dict) -> tuple[dict, dict]:
+        """Return the next state and the metrics of one step; `state` is donated."""
+        return self.compiled(state, np.int32(step), batch)
+
+    def calibrate(self, state: dict, batch: dict) -> dict:
+        """Return `state` with the scales that adaptive codecs start from; `state` is donated.
+
+        Passes of the step itself, of which only the scales are kept, until the scales stay: two or three, because
+        `_new_state` starts them near the truth. Where a site's first messages came out as zeros nevertheless, each
+        pass sees one site further, so they end with every site seen.
+        """
+        if not self.compression.is_adaptive:
+            return state
+        for _ in range(2 * self.model_config.num_layers + 3):
+            state, metrics = self.train_step(state, OBSERVE_ONLY, batch)
+            if metrics["scale_changes"] == 0:
+                break
+        return state
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step."""
+        return self._traced.lower().compile()
+
+    @property
+    def jaxpr(self) -> Any:
+        """The closed jaxpr of the step."""
+        return self._traced.jaxpr
+
+    @functools.cached_property
+    def _traced(self) -> jax.stages.Traced:
+        shape = (self.config.data.batch_size, self.config.data.sequence_length)
+        batch = {k: jax.ShapeDtypeStruct(shape, t) for k, t in BATCH_DTYPES.items()}
+        replicated = NamedSharding(self.mesh, P())
+        step = jax.jit(
+            self._step,
+            donate_argnums=0,
+            in_shardings=(self.state_shardings, replicated, dict.fromkeys(batch, self.batch_sharding)),
+            out_shardings=(self.state_shardings, replicated),
+        )
+        return step.trace(self._shapes, jax.ShapeDtypeStruct((), jnp.int32), batch)
+
+    def loss_and_gradients(
+        self, parameters: dict, scales: dict, batch: dict
+    ) -> tuple[jax.Array, jax.Array, dict, dict]:
+        """Return the loss over the whole batch, its tokens, the gradients and what adaptive scales observed.
+
+        Everything is global; to be called under `jax.jit`.
+
+        Args:
+            parameters: the model's parameters.
+            scales: state of the adaptive scales, {} without compression.
+            batch: tokens, targets and mask.
+        """
+        run = jax.shard_map(
+            self._local_gradients,
+            mesh=self.mesh,
+            in_specs=(self.specs, self.scale_specs, DATA),
+            out_specs=(P(), P(), self.specs, self.scale_specs),
+            check_vma=True,
+        )
+        return run(parameters, scales, batch)
+
+    def _step(self, state: dict, step: jax.Array, batch: dict) -> tuple[dict, dict]:
+        loss, tokens, gradients, observed = self.loss_and_gradients(state["params"], state["scales"], batch)
+        scales, seen = update_scales(state["scales"], observed, axis_name=None)
+        with jax.named_scope("taco.psum.grad_norm.backward"):
+            norm = optax.global_norm(gradients)
+            update, opt_state = self.direction.update(gradients, state["opt_state"], state["params"])
+        rate = self.learning_rate(step)
+        # A step that is not finite would spoil the moments for good; all ranks see the same two numbers.
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        moves = finite & (step >= 0)
+        new = {"params": optimizer.apply(state["params"], update, rate), "opt_state": opt_state}
+        new = {key: _where(moves, new[key], state[key]) for key in new}
+        new["scales"] = _where(finite, scales, state["scales"])
+        skipped = 1.0 - finite.astype(jnp.float32)
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": rate,
+            "tokens": tokens,
+            "nonfinite": skipped,
+            "skipped_step": skipped,
+            "saturation": seen["saturation"],
+            "snr_forward": seen["snr_forward"],
+            "snr_backward": seen["snr_backward"],
+            "scale_changes": _changes(scales, state["scales"]),
+        }
+        return new, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
+
+    def _local_gradients(self, parameters: dict, scales: dict, batch: dict) -> tuple:
+        """Return loss, tokens, gradients and observations, added over every axis that they are not sharded on."""
+        tokens = psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")
+        states, probes = split_scales(scales, AXES)
+        # Gradients with respect to varying parameters are local; the sums over dp and pp then stand here, once a step.
+        varying = jax.tree.map(lambda p: vary(p, ("dp", "pp")), parameters)
+
+        def loss(parameters: dict, probes: dict) -> jax.Array:
+            pairs = {site: SitePair(states[site], probes[site]) for site in states}
+            return self._loss_sum(parameters, self._comm(pairs), batch) / jnp.maximum(tokens, 1.0)
+
+        value, (gradients, observed) = jax.value_and_grad(loss, argnums=(0, 1))(varying, probes)
+        with jax.named_scope("taco.psum.gradients.backward"):
+            gradients = jax.tree.map(functools.partial(_sum_replicas, axes=("dp", "pp")), gradients, self.specs)
+        with jax.named_scope("taco.psum.scales.backward"):
+            observed = jax.tree.map(functools.partial(_sum_replicas, axes=AXES), observed, self.scale_specs)
+        return psum(value, ("dp", "pp"), compression=None, name="loss"), tokens, gradients, observed
+
+    # The model on its part of the mesh
+
+    def _loss_sum(self, parameters: dict, comm: TensorParallel, batch: dict) -> jax.Array:
+        """Return this device's part of the sum over tokens of mask * loss; the parts of dp and pp add up to it."""
+        model, x = self._hidden(parameters, comm, batch["tokens"], self.config.parallel.num_microbatches, ("dp", "pp"))
+        targets, mask = (pipeline.own_share(batch[key].reshape(-1)) for key in ("targets", "mask"))
+        return jnp.sum(model.loss(x, targets, comm) * mask)
+
+    def _hidden(
+        self, parameters: dict, comm: TensorParallel, tokens: jax.Array, num_microbatches: int, axes: tuple[str, ...]
+    ) -> tuple[GPT, jax.Array]:
+        """Return the model and its last hidden states [tokens / pp, H], shared by the stages."""
+        model = nnx.merge(graph_of(self.model_config), parameters)
+        microbatches = tokens.reshape(num_microbatches, -1, tokens.shape[-1])
+        x = pipeline.on_first_stage(lambda: model.embed(microbatches, comm), axes=axes)
+        options = {"remat": self.config.parallel.remat, "remat_policy": save_payloads()}
+        layers = functools.partial(model.run_layers, comm=comm.select(LAYER_SITES), **options)
+        x = pipeline.run_pipeline(layers, x, **options)
+        return model, pipeline.scatter_from_last_stage(x.reshape(-1, x.shape[-1]))
+
+    # Without gradients
+
+    def eval_step(self, state: dict, batch: dict) -> dict:
+        """Return {"loss_sum", "tokens"} of a batch: nats over its tokens, and their number."""
+        return self._evaluate(state["params"], state["scales"], batch)
+
+    @functools.cached_property
+    def _evaluate(self) -> Callable:
+        def local(parameters: dict, scales: dict, batch: dict) -> dict:
+            parameters = jax.tree.map(lambda p: vary(p, ("dp", "pp")), parameters)
+            loss = self._loss_sum(parameters, self._comm(scales), batch)
+            loss = psum(loss, ("dp", "pp"), compression=None, name="loss")
+            return {"loss_sum": loss, "tokens": psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")}
+
+        specs = (self.specs, self.scale_specs, DATA)
+        return jax.jit(jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=True))
+
+    def logits(self, state: dict, tokens: jax.Array) -> jax.Array:
+        """Return f32[b, s, vocab] for tokens[b, s], replicated; every dp rank does the same work."""
+        return self._score(state["params"], state["scales"], jnp.asarray(tokens, jnp.int32))
+
+    @functools.cached_property
+    def _score(self) -> Callable:
+        def local(parameters: dict, scales: dict, tokens: jax.Array) -> jax.Array:
+            parameters = jax.tree.map(lambda p: vary(p, ("pp",)), parameters)
+            comm = self._comm(scales)
+            model, x = self._hidden(parameters, comm, tokens, 1, ("pp",))
+            return model.logits(x, comm)
+
+        specs = (self.specs, self.scale_specs, P())
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P("pp", "tp"), check_vma=True)
+
+        def score(parameters: dict, scales: dict, tokens: jax.Array) -> jax.Array:
+            flat = run(parameters, scales, tokens)[: tokens.size, : self.model_config.vocab_size]
+            return flat.reshape(*tokens.shape, -1)
+
+        return jax.jit(score, out_shardings=NamedSharding(self.mesh, P()))
+
+    def _comm(self, scales: dict) -> TensorParallel:
+        return TensorParallel(scales or None, "tp", self.compression)
+
+
+def compression_of(config: TrainConfig) -> Compression:
+    """Return how tensor-parallel messages are sent: the preset with the settings of `config.communication`."""
+    c = config.communication
+    implementation = None if c.implementation == "auto" else c.implementation
+    return Compression.named(config.compression, min_bytes=c.min_bytes, chunks=c.chunks, implementation=implementation)
+
+
+def _changes(new: dict, old: dict) -> jax.Array:
+    """Return how many alphas moved or were set by their first observation."""
+    moved = [(new[site][..., ALPHA] != old[site][..., ALPHA]) for site in new]
+    first = [(new[site][..., UPDATES] > 0) & (old[site][..., UPDATES] == 0) for site in new]
+    return sum((jnp.sum(a | b) for a, b in zip(moved, first, strict=True)), jnp.float32(0))
+
+
+def _where(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def _sum_replicas(value: jax.Array, spec: P, *, axes: tuple[str, ...]) -> jax.Array:
+    """Return the exact sum over those of `axes` that `spec` does not shard over."""
+    return lax.psum(value, tuple(axis for axis in axes if axis not in rules.mesh_axes(spec)))

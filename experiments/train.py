@@ -1,0 +1,330 @@
+"""Train a GPT on a dp x pp x tp mesh: `python -m experiments.train --mesh=dp4,pp4,tp8`.
+
+Rerunning a command resumes its run folder. Exit codes: 0 the run is complete, 2 a mistake in the command, 3 a step was
+not finite, 4 the compiled step does not send what the configuration says, 128 + n stopped by signal n, state saved.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments import communication, step
+from experiments.checkpoint import Checkpoints, Position, check_same_run
+from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
+from experiments.config import ConfigError, TrainConfig, validate
+from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches
+from experiments.metrics import (
+    Bar,
+    Diverged,
+    Hook,
+    Progress,
+    StepLog,
+    read_metrics,
+    start_logging,
+    write_atomically,
+)
+from experiments.sample import sample_text
+from taco_jax.sharding.mesh import format_mesh, make_mesh, parse_mesh, resolve_sizes
+
+_log = logging.getLogger("experiments")
+
+# Where a GPT's tensor-parallel messages are compressed, and on which way (taco_jax.sharding.tensor_parallel).
+_SITES = {
+    "attention": ("forward", "backward"),
+    "mlp": ("forward", "backward"),
+    "embedding": ("forward",),
+    "head": ("backward",),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the program's own) and return the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        arguments = parse_arguments(argv)
+        config = build_config(arguments)
+        validate(config)
+        if arguments.print_config:
+            print(config_json(config), end="")
+            return 0
+        return train(config, run_folder(arguments, config), " ".join([PROGRAM, *argv]))
+    except ConfigError as error:
+        return _fail(error, 2)
+    except Diverged as error:
+        return _fail(error, 3)
+    except communication.CommunicationMismatch as error:
+        return _fail(error, 4)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on from the last checkpoint", 128 + signal.SIGINT)
+
+
+def run_folder(arguments: Arguments, config: TrainConfig) -> Path:
+    """Return where the run lives: --out, or a name that the mesh and the number of steps do not change."""
+    return Path(arguments.out or f"runs/{config.recipe}-{config.compression}-seed{config.seed}")
+
+
+def train(config: TrainConfig, folder: Path, command: str) -> int:
+    """Train, or go on training, the run in `folder`; return the exit code.
+
+    Raises:
+        ConfigError: for a mistake of the user's, before anything is compiled.
+        Diverged: at a step that is not finite.
+        CommunicationMismatch: if the compiled step does not send what the configuration says.
+    """
+    started = time.perf_counter()
+    corpus = load_corpus(config.data)
+    _make_folder(folder)
+    config, mesh = _make_mesh(config)
+    start_logging()
+    with Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints:
+        saved = checkpoints.latest()
+        if saved:
+            check_same_run(saved, config, corpus.digest, folder)
+            if saved.step >= config.steps:
+                _log.info(_complete(folder, saved.step))
+                return 0
+        _describe(config, corpus, folder, mesh, command)
+        run = Run(config, folder, corpus, _build(config, mesh), checkpoints)
+        _report_communication(run)
+        state, start = _first_state(run)
+        state, stopped_by = _loop(run, state, start)
+    if stopped_by:
+        _log.info("stopped by signal %d; the same command goes on from here", stopped_by)
+        return 128 + stopped_by
+    _write_sample(run, state)
+    _log.info("%s, %.0f s", _complete(folder, config.steps), time.perf_counter() - started)
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What does not change while a run trains."""
+
+    config: TrainConfig
+    folder: Path
+    corpus: Corpus
+    program: step.Program
+    checkpoints: Checkpoints
+
+
+def evaluate(program: step.Program, state: Any, batches: Sequence[dict[str, jax.Array]]) -> float:
+    """Return the mean loss in nats per token over `batches` of arrays on the mesh."""
+    sums = jax.device_get([program.eval_step(state, batch) for batch in batches])
+    return float(sum(s["loss_sum"] for s in sums) / sum(s["tokens"] for s in sums))
+
+
+def place(batch: Batch, sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
+    """Return a batch, which every process has whole, as global arrays on the mesh."""
+    return {name: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__) for name, rows in batch.items()}
+
+
+def _loop(run: Run, state: Any, start: int) -> tuple[Any, int]:
+    """Run the steps from `start` on; return the last state and the signal that ended them early, or 0."""
+    steps = run.config.steps
+    data = TrainingData(run.corpus, run.config.data, run.config.seed)
+    path = run.folder / "metrics.jsonl" if jax.process_index() == 0 else None
+    with StepLog(path, start, steps) as log, Bar(start, steps) as bar, StopSignal() as stop:
+        hooks: list[Hook] = [log, _validation(run, log), _saving(run, log), bar]
+        log.restart_clock()
+        for done in range(start, steps):
+            batch = place(data[done], run.program.batch_sharding)
+            state, metrics = run.program.train_step(state, done, batch)
+            stopped_by = stop.received if done + 1 < steps else 0
+            progress = Progress(done + 1, bool(stopped_by) or done + 1 == steps, state, metrics)
+            for hook in hooks:
+                hook(progress)
+            if stopped_by:
+                break
+    return state, stopped_by
+
+
+def _validation(run: Run, log: StepLog) -> Hook:
+    """Return the hook that measures the validation loss now and then and when the run is complete."""
+    config, sharding = run.config, run.program.batch_sharding
+    batches = [place(batch, sharding) for batch in validation_batches(run.corpus, config.data, config.eval_batches)]
+
+    def hook(progress: Progress) -> None:
+        def measure() -> dict[str, float]:
+            return {"val_loss": evaluate(run.program, progress.state, batches)}
+
+        if progress.step % config.eval_every == 0 or progress.step == config.steps:
+            log.annotate(measure)
+
+    return hook
+
+
+def _saving(run: Run, log: StepLog) -> Hook:
+    """Return the hook that saves now and then and when the loop ends."""
+
+    def hook(progress: Progress) -> None:
+        if progress.step % run.config.checkpoint.every == 0 or progress.is_last:
+            log.flush()  # a step that was not finite ends the run here, before it is saved
+            position = Position(progress.step, dataclasses.asdict(run.config), run.corpus.digest)
+            run.checkpoints.save(position, progress.state)
+            log.restart_clock()
+
+    return hook
+
+
+class StopSignal:
+    """Remember SIGINT or SIGTERM in `received` so that a step can end and be saved; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        # Python lets only the main thread handle signals.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {n: signal.signal(n, self._receive) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._restore()
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to --out={folder}: {error.strerror}") from None
+
+
+def _make_mesh(config: TrainConfig) -> tuple[TrainConfig, jax.sharding.Mesh]:
+    """Return the mesh, and the configuration with its sizes filled in."""
+    try:
+        sizes = parse_mesh(config.mesh)
+        if -1 in sizes.values():
+            sizes = resolve_sizes(sizes, jax.device_count())
+            config = dataclasses.replace(config, mesh=format_mesh(sizes))
+            validate(config)
+        return config, make_mesh(sizes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _build(config: TrainConfig, mesh: jax.sharding.Mesh) -> step.Program:
+    """Return the run's programs, the training step compiled."""
+    started = time.perf_counter()
+    try:
+        program = step.build(config, mesh)
+        program.compiled  # noqa: B018  compiles
+    except NotImplementedError as error:
+        raise ConfigError(str(error)) from None
+    _log.info("compiled the training step in %.1f s", time.perf_counter() - started)
+    return program
+
+
+def _report_communication(run: Run) -> None:
+    """Log what the compiled step sends, keep it in communication.json and compare it with the configuration."""
+    program, sizes = run.program, dict(run.program.mesh.shape)
+    text = program.compiled.as_text()
+    assert text is not None, "this backend prints no HLO, so nobody knows what travels"
+    collectives = communication.read_collectives(text, sizes)
+    plan = communication.planned_collectives(program.jaxpr, sizes)
+    rows = communication.communication_rows(collectives, plan)
+    if rows:
+        _log.info("communication per step and device:\n%s", communication.communication_text(rows))
+    _write(run.folder / "communication.json", json.dumps(communication.communication_json(rows), indent=2) + "\n")
+    compression = step.compression_of(run.config)
+    configured = {
+        site: [direction for direction in directions if getattr(compression, direction)]
+        for site, directions in _SITES.items()
+        if sizes["tp"] > 1
+    }
+    communication.check(collectives, plan, configured, compression.min_bytes)
+
+
+def _first_state(run: Run) -> tuple[Any, int]:
+    """Return the state to go on from and the number of steps it has seen."""
+    restored = run.checkpoints.restore(run.program.abstract_state())
+    if restored:
+        state, position = restored
+        _log.info("resumed from step %d", position.step)
+        return state, position.step
+    state = run.program.init(run.config.seed)
+    first = TrainingData(run.corpus, run.config.data, run.config.seed)[0]
+    return run.program.calibrate(state, place(first, run.program.batch_sharding)), 0
+
+
+def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.sharding.Mesh, command: str) -> None:
+    """Log what is about to run; write config.json and environment.json."""
+    _log.info("run folder %s", folder)
+    _log.info("mesh %s of %d devices, compression %s", config.mesh, mesh.size, config.compression)
+    _log.info(corpus.describe())
+    decay = config.optimizer.decay_steps
+    if decay and config.steps > decay:
+        rate = config.optimizer.learning_rate * config.optimizer.final_fraction
+        _log.info("the learning rate stays at %.2e after step %d (optimizer.decay_steps)", rate, decay)
+    device = mesh.devices.flat[0]
+    environment = {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")},
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "device_count": jax.device_count(),
+        "process_count": jax.process_count(),
+        "mesh": config.mesh,
+        "command": command,
+    }
+    _write(folder / "environment.json", json.dumps(environment, indent=2) + "\n")
+    _write(folder / "config.json", config_json(config))
+
+
+def _write_sample(run: Run, state: Any) -> None:
+    """Let the model continue the beginning of the validation text; log it and keep it in sample.txt."""
+    config = run.config
+    if not config.sample_length:
+        return
+    text = sample_text(
+        run.program,
+        state,
+        prompt=run.corpus.validation[: 1 + config.data.sequence_length // 2].tobytes(),
+        length=config.sample_length,
+        context=config.data.sequence_length,
+        seed=config.seed,
+    )
+    _log.info("sample: %s", text)
+    _write(run.folder / "sample.txt", text + "\n")
+
+
+def _complete(folder: Path, steps: int) -> str:
+    losses = [m["val_loss"] for m in read_metrics(folder / "metrics.jsonl") if m.get("val_loss") is not None]
+    validation = f"validation loss {losses[-1]:.4f} nats/byte" if losses else "no validation loss"
+    return f"the run is complete: {validation} after {steps} steps; {folder} (a larger --steps continues it)"
+
+
+def _write(path: Path, text: str) -> None:
+    if jax.process_index() == 0:
+        write_atomically(path, text)
+
+
+def _fail(error: Exception | str, code: int) -> int:
+    print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

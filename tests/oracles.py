@@ -1,0 +1,151 @@
+"""The codec and its collectives in float64 NumPy, written from the specification; imports nothing of taco_jax.
+
+A codec is any object with `format`, `block`, `hadamard`, `scale` and `scale_dtype`. Values are [..., C], C a multiple of
+the block; coded values are q[..., blocks, block] on the format's grid with factors s[..., blocks, 1]: value = R^T q s.
+"""
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+QMAX = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
+FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
+LOWEST_EXPONENT = {"e4m3": -6, "e5m2": -14}
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = {"bf16": float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), "e8m0": 2.0**127}
+
+
+def hadamard(size: int) -> np.ndarray:
+    """H[i, j] = (-1)^(number of ones in i & j): Sylvester's matrix without its recursion."""
+    index = np.arange(size)
+    return 1.0 - 2.0 * (np.bitwise_count(index[:, None] & index[None, :]) % 2)
+
+
+def step(z: np.ndarray, format: str) -> np.ndarray:
+    """Distance between neighbours of the format around z."""
+    if format == "int8":
+        return np.ones_like(z)
+    _, exponent = np.frexp(z)
+    return np.exp2(np.maximum(exponent - 1, LOWEST_EXPONENT[format]) - MANTISSA_BITS[format])
+
+
+def to_grid(z: np.ndarray, format: str) -> np.ndarray:
+    """Clamp to the format's maximum and round to the nearest value of the format, ties to even."""
+    z = np.clip(np.asarray(z, np.float64), -QMAX[format], QMAX[format])
+    unit = step(z, format)
+    return np.rint(z / unit) * unit
+
+
+def payload_bytes(q: np.ndarray, format: str) -> np.ndarray:
+    """u8 of the same shape as q."""
+    return q.astype(FLOAT8.get(format, np.int8)).view(np.uint8)
+
+
+def scale_bytes(s: np.ndarray, scale_dtype: str) -> np.ndarray:
+    """u8[..., blocks * bytes of a scale] of s[..., blocks, 1]; NaN is 255 in e8m0."""
+    if scale_dtype == "e8m0":
+        safe = np.where(np.isnan(s), 1.0, s)
+        return np.where(np.isnan(s), 255, np.log2(safe) + 127)[..., 0].astype(np.uint8)
+    return s[..., 0].astype(ml_dtypes.bfloat16).view(np.uint8)
+
+
+def round_up(s: np.ndarray, scale_dtype: str) -> np.ndarray:
+    """Smallest value of the scale's type that is not below s."""
+    mantissa, exponent = np.frexp(s)
+    bits = {"bf16": 8, "e8m0": 0}[scale_dtype]
+    if scale_dtype == "e8m0":
+        return np.where(mantissa == 0.5, np.ldexp(0.5, exponent), np.ldexp(1.0, exponent))
+    return np.ldexp(np.ceil(np.ldexp(mantissa, bits)), exponent - bits)
+
+
+def block_scale(amax: np.ndarray, codec) -> np.ndarray:
+    """s = amax / qmax rounded up, kept within the normal numbers of float32; NaN where amax is not finite."""
+    with np.errstate(invalid="ignore"):
+        s = round_up(np.maximum(amax / QMAX[codec.format], SMALLEST_SCALE), codec.scale_dtype)
+        return np.where(np.isfinite(amax), np.minimum(s, LARGEST_SCALE[codec.scale_dtype]), np.nan)
+
+
+def blocks(x: np.ndarray, codec) -> np.ndarray:
+    """[..., C] -> float64[..., C / block, block]."""
+    return np.asarray(x, np.float64).reshape(*x.shape[:-1], -1, codec.block)
+
+
+def rows(y: np.ndarray) -> np.ndarray:
+    """Inverse of `blocks`."""
+    return y.reshape(*y.shape[:-2], -1)
+
+
+def rotate(y: np.ndarray, codec) -> np.ndarray:
+    """The orthonormal transform of each block, which is its own inverse; or nothing."""
+    return y @ hadamard(codec.block) * codec.block**-0.5 if codec.hadamard else y
+
+
+def code(y: np.ndarray, codec, alpha: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """(q, s) of blocks that are rotated already."""
+    amax = np.abs(y).max(-1, keepdims=True)
+    s = block_scale(amax, codec) if codec.scale == "block" else np.full_like(amax, 1.0 / alpha)
+    return to_grid(y / s, codec.format), s
+
+
+def encode(x: np.ndarray, codec, alpha: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """(q, s) of values [..., C]."""
+    return code(rotate(blocks(x, codec), codec), codec, alpha)
+
+
+def message(x: np.ndarray, codec, alpha: float = 1.0) -> np.ndarray:
+    """The bytes of a row: its payload, then the scales of its blocks."""
+    q, s = encode(x, codec, alpha)
+    parts = [rows(payload_bytes(q, codec.format))]
+    if codec.scale == "block":
+        parts.append(scale_bytes(s, codec.scale_dtype))
+    return np.concatenate(parts, -1)
+
+
+def decode(q: np.ndarray, s: np.ndarray, codec) -> np.ndarray:
+    """Values [..., C]."""
+    return rows(rotate(q, codec) * s)
+
+
+def round_trip(x: np.ndarray, codec, alpha: float = 1.0) -> np.ndarray:
+    """decode(encode(x)), x of any shape, flattened and padded to whole blocks."""
+    flat = pad(np.asarray(x, np.float64).reshape(-1), codec.block)
+    return decode(*encode(flat, codec, alpha), codec)[: x.size].reshape(x.shape)
+
+
+def all_reduce(xs: np.ndarray, codec, alphas: tuple[float, float] = (1.0, 1.0)) -> np.ndarray:
+    """Two hops on xs[n, ...]: the sum of the decoded parts, coded once more; block order is that of the flat array."""
+    ranks = len(xs)
+    size = math.prod(xs.shape[1:])
+    flat = pad(np.asarray(xs, np.float64).reshape(ranks, -1), codec.block * ranks)
+    q, s = encode(flat, codec, alphas[0])
+    total = (q * s).sum(0)
+    return decode(*code(total, codec, alphas[1]), codec)[:size].reshape(xs.shape[1:])
+
+
+def pad(x: np.ndarray, multiple: int) -> np.ndarray:
+    """Append zeros to the last axis up to a multiple."""
+    missing = -x.shape[-1] % multiple
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+
+
+def error_budget(x: np.ndarray, codec, alpha: float = 1.0) -> np.ndarray:
+    """Largest possible Euclidean error of each block of x[..., C]: half a step per (rotated) value."""
+    y = rotate(blocks(x, codec), codec)
+    _, s = code(y, codec, alpha)
+    z = np.clip(y / s, -QMAX[codec.format], QMAX[codec.format])
+    half = 0.5 * step(z, codec.format) * s + np.abs(y - z * s)
+    return np.sqrt(np.square(half).sum(-1))
+
+
+def block_errors(x: np.ndarray, y: np.ndarray, codec) -> np.ndarray:
+    """Euclidean distance of x[..., C] and y[..., C] block by block."""
+    return np.sqrt(np.square(blocks(x, codec) - blocks(y, codec)).sum(-1))
+
+
+def snr_db(x: np.ndarray, y: np.ndarray) -> float:
+    """10 log10(sum x^2 / sum (x - y)^2)."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    with np.errstate(divide="ignore"):
+        return float(10 * np.log10(np.square(x).sum() / np.square(x - y).sum()))

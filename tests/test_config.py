@@ -1,0 +1,143 @@
+import dataclasses
+import json
+
+import pytest
+
+from experiments.checkpoint import Position, check_same_run
+from experiments.cli import apply_settings, build_config, config_json, parse_arguments
+from experiments.config import ConfigError, TrainConfig, flatten, validate
+from experiments.recipes import RECIPES
+
+
+def read(*argv: str) -> TrainConfig:
+    config = build_config(parse_arguments(argv))
+    validate(config)
+    return config
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_are_valid_and_named(recipe):
+    config = read(f"--recipe={recipe}")
+    assert config.recipe == recipe
+    # A continued run must follow the curve of an uninterrupted one.
+    assert config.optimizer.decay_steps > 0
+
+
+def test_flags_and_settings_override_the_recipe():
+    config = read(
+        "--recipe=tiny",
+        "--mesh=dp2,tp2",
+        "--steps=9",
+        "--compression=none",
+        "--seed=3",
+        "--data=some.txt",
+        "--set",
+        "optimizer.learning_rate=1e-4",
+        "--set=parallel.remat=false",
+        "--set",
+        "model.num_layers=3",
+        "--set=dtype=float32",
+    )
+    assert (config.mesh, config.steps, config.compression, config.seed) == ("dp2,tp2", 9, "none", 3)
+    assert (config.optimizer.learning_rate, config.parallel.remat, config.model.num_layers) == (1e-4, False, 3)
+    assert (config.data.path, config.dtype) == ("some.txt", "float32")
+
+
+def test_config_json_holds_every_field():
+    config = read("--recipe=small")
+    assert flatten(json.loads(config_json(config))) == flatten(config)
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--mesh=dp3,pp5,tp7"], ["pp=5", "usable pp: 1, 2, 4", "tp=7", "usable tp: 1, 2, 4, 8", "usable: 60, 72"]),
+        (["--mesh=tp0"], ["tp must be 1 or more", "got 0"]),
+        (["--mesh=dp4pp4"], ["cannot read 'dp4pp4'", "dp4,pp4,tp8"]),
+        (["--mesh=dp4,dp4"], ["names dp twice"]),
+        (["--mesh=pp3", "--set", "model.num_layers=10"], ["pp=3", "model.num_layers=10", "usable pp: 1, 2, 5, 10"]),
+        (["--mesh=pp4", "--set", "model.num_layers=30"], ["usable pp: 1, 2, 3, 5, 6, 10, 15, 30"]),
+        (
+            "--mesh=tp2 --set=model.num_heads=25 --set=model.hidden_size=1600 --set=model.intermediate_size=6400".split(),
+            ["model.num_heads=25", "usable tp: 1, 5, 25"],
+        ),
+        (["--set=model.num_heads=7"], ["model.num_heads=7 does not divide model.hidden_size=128"]),
+        (["--mesh=dp2", "--set=data.batch_size=12"], ["data.batch_size=12", "nearest usable: 8, 16"]),
+        (["--compression=tacco"], ["'tacco'", "did you mean taco?"]),
+        (["--set=dtype=float64"], ["dtype must be one of bfloat16", "'float64'"]),
+        (["--set=communication.implementation=trion"], ["did you mean triton?"]),
+        (["--steps=0"], ["steps must be at least 1, got 0"]),
+        (["--seed=-1"], ["seed must be from 0"]),
+        (["--set=model.vocab_size=100"], ["model.vocab_size must be at least 256"]),
+        (["--set=optimizer.learning_rate=nan"], ["learning_rate must be above 0 and finite, got nan"]),
+        (["--set=data.validation_fraction=1"], ["validation_fraction must be between 0 and 1"]),
+        (
+            ["--set", "optimizer.learningrate=3"],
+            ["no field 'optimizer.learningrate'; did you mean optimizer.learning_rate?"],
+        ),
+        (["--set", "model.num_layers=four"], ["model.num_layers needs a whole number, got 'four'"]),
+        (["--set", "optimizer.b2=x"], ["optimizer.b2 needs a number, got 'x'"]),
+        (["--set", "parallel.remat=no"], ["parallel.remat needs true or false, got 'no'"]),
+        (["--set", "optimizer.b2"], ["write section.field=value"]),
+        (["--set", "steps=3"], ["use --steps=3"]),
+        (["--set=eval_every=1", "--set=eval_every=2"], ["eval_every is given twice"]),
+        (["--steps=many"], ["--steps", "needs a whole number, got 'many'"]),
+        (["--steps"], ["--steps"]),
+        (["--stps=3"], ["no option --stps", "did you mean --steps?"]),
+        (["stray"], ["stray"]),
+        (["--recipe=big"], ["'big'", "main, small, tiny"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else None,
+)
+def test_a_mistake_is_one_line_that_says_what_would_work(argv, parts):
+    with pytest.raises(ConfigError) as caught:
+        read(*argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_fewer_microbatches_than_stages_are_fine():
+    validate(read("--mesh=pp4", "--set=parallel.num_microbatches=2"))
+
+
+def test_the_rest_of_the_devices_is_not_a_mistake():
+    validate(read("--mesh=dp-1,tp2"))
+
+
+def position_of(config: TrainConfig, digest: str = "a") -> Position:
+    return Position(3, json.loads(json.dumps(dataclasses.asdict(config))), digest)
+
+
+def test_what_a_resumed_run_may_change(tmp_path):
+    config = read("--recipe=tiny")
+    other = apply_settings(
+        dataclasses.replace(config, mesh="dp2,pp2,tp2", steps=99),
+        ["eval_every=7", "parallel.remat=false", "checkpoint.every=1", "communication.chunks=2"],
+    )
+    check_same_run(position_of(config), other, "a", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["model.num_layers=4", "model.vocab_size=300", "data.sequence_length=64", "optimizer.b2=0.9", "dtype=float32"],
+)
+def test_what_a_resumed_run_must_not_change(tmp_path, setting):  # K8
+    config = read("--recipe=tiny")
+    with pytest.raises(ConfigError, match=setting.split("=")[0]):
+        check_same_run(position_of(config), apply_settings(config, [setting]), "a", tmp_path)
+
+
+def test_a_resumed_run_must_not_change_compression_or_text(tmp_path):
+    config = read("--recipe=tiny")
+    changed = dataclasses.replace(config, compression="fp8", seed=4)
+    with pytest.raises(ConfigError, match="compression is taco, not fp8; seed is 0, not 4; data has other contents"):
+        check_same_run(position_of(config), changed, "b", tmp_path)
+
+
+def test_a_field_that_is_younger_than_the_checkpoint_had_its_default(tmp_path):
+    config = read("--recipe=tiny")
+    position = position_of(config)
+    del position.config["dtype"]
+    check_same_run(position, config, "a", tmp_path)

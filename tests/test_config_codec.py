@@ -1,0 +1,88 @@
+"""Codec and Compression validate themselves and say what would be right."""
+
+import dataclasses
+
+import pytest
+
+from taco_jax.config import PRESETS, QMAX, Codec, Compression, as_compression
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "e3m4"}, "format must be one of 'e4m3', 'e5m2', 'int8', got 'e3m4'"),
+        ({"block": 100}, "block must be one of 32, 64, 128, 256, 512, got 100"),
+        ({"hadamard": True}, "hadamard must be one of None, 'block', got True"),
+        ({"hadamard": "tensor"}, "hadamard must be one of"),
+        ({"scale": "tensor"}, "scale must be one of 'block', 'adaptive', got 'tensor'"),
+        ({"scale_dtype": "f32"}, "scale_dtype must be one of 'bf16', 'e8m0', got 'f32'"),
+        ({"layout": "rows"}, "layout must be one of 'hidden', got 'rows'"),
+        ({"format": "int8", "scale": "adaptive"}, 'int8 needs scale="block"'),
+        ({"format": "int8", "scale_dtype": "e8m0"}, 'int8 needs scale_dtype="bf16"'),
+    ],
+)
+def test_codec_refuses_what_has_no_meaning(options, message):
+    with pytest.raises(ValueError) as error:
+        Codec(**options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_bytes": -1}, "min_bytes must be 0 or more, got -1"),
+        ({"chunks": 0}, "chunks must be 1 or more, got 0"),
+    ],
+)
+def test_compression_refuses_what_has_no_meaning(options, message):
+    with pytest.raises(ValueError, match=message):
+        Compression.named("taco", **options)
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    with pytest.raises(ValueError, match="'tako'; there are taco, taco_block, fp8, int8, none"):
+        Compression.named("tako")
+    with pytest.raises(ValueError, match="'tako'"):
+        as_compression("tako")
+
+
+def test_presets_are_what_the_design_says():
+    forward = {name: Compression.named(name).forward for name in PRESETS}
+    assert forward == {
+        "taco": Codec("e4m3", 128, "block", "adaptive"),
+        "taco_block": Codec("e4m3", 128, "block", "block"),
+        "fp8": Codec("e4m3", 128, None, "block"),
+        "int8": Codec("int8", 128, "block", "block"),
+        "none": None,
+    }
+    assert all(Compression.named(name).backward == forward[name] for name in PRESETS)
+
+
+def test_metadata_on_the_wire():
+    assert Codec(scale="adaptive").scale_bytes == 0
+    assert Codec().scale_bytes == 2
+    assert Codec(scale_dtype="e8m0").scale_bytes == 1
+    assert {name: Codec(name).qmax for name in QMAX} == {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
+
+
+def test_named_changes_fields_and_keeps_the_rest():
+    changed = Compression.named("int8", backward=None, min_bytes=0)
+    assert changed == Compression(Codec("int8", hadamard="block"), None, min_bytes=0)
+    assert not changed.is_exact and not changed.is_adaptive
+    assert Compression.named("none").is_exact
+    assert Compression(None, Codec(scale="adaptive")).is_adaptive
+
+
+def test_configs_are_frozen_and_hashable():
+    compression = Compression.named("taco")
+    assert hash(compression) == hash(Compression.named("taco"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        compression.chunks = 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Codec().block = 64
+
+
+def test_none_and_configs_pass_through_as_compression():
+    assert as_compression(None) == Compression(None, None)
+    compression = Compression.named("fp8", chunks=3)
+    assert as_compression(compression) is compression
