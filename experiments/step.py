@@ -186,7 +186,7 @@ class Program:
         loss, tokens, gradients, observed = self.loss_and_gradients(state["params"], state["scales"], batch)
         scales, seen = update_scales(state["scales"], observed, axis_name=None)
         with jax.named_scope("taco.psum.grad_norm.backward"):
-            norm = optax.global_norm(gradients)
+            norm = optax.tree.norm(gradients)
             update, opt_state = self.direction.update(gradients, state["opt_state"], state["params"])
         rate = self.learning_rate(step)
         # A step that is not finite would spoil the moments for good; all ranks see the same two numbers.

@@ -27,6 +27,8 @@ DualScale = jax.Array
 TARGET_LOG2_RMS = 1.0
 """log2 of the RMS that alpha aims at: e4m3 has 7.8 octaves above it and 10 below."""
 HYSTERESIS_OCTAVES = 0.75
+ALPHA_OCTAVES = (-126, 120)
+"""Range of log2 alpha: 1 / alpha times the norm of a rotation of 512 values is still a normal number."""
 VANISHED_MEAN_SQUARE = 2.0**-16
 """An RMS of 2^-8 is two of e4m3's smallest steps: little of the message is left."""
 
@@ -69,7 +71,7 @@ def alpha_for(x: jax.Array) -> jax.Array:
     _, exponent = jnp.frexp(jnp.max(jnp.abs(x), initial=0.0))
     mean_square = jnp.mean(jnp.square(jnp.ldexp(x, -exponent)))
     octaves = jnp.round(TARGET_LOG2_RMS - 0.5 * jnp.log2(mean_square)) - exponent
-    octaves = jnp.where(jnp.isfinite(octaves), jnp.clip(octaves, -126, 126), 0)
+    octaves = jnp.where(jnp.isfinite(octaves), jnp.clip(octaves, *ALPHA_OCTAVES), 0)
     return jnp.ldexp(jnp.float32(1.0), octaves.astype(jnp.int32))
 
 
@@ -134,7 +136,7 @@ def _follow(state: DualScale, seen: jax.Array, decay: float) -> DualScale:
     moves = usable & (at_once | (jnp.abs(off) > HYSTERESIS_OCTAVES))
     _, exponent = jnp.frexp(alpha)
     octaves = jnp.where(moves, jnp.round(off), 0).astype(jnp.int32)
-    octaves = jnp.clip(exponent - 1 + octaves, -126, 126) - (exponent - 1)
+    octaves = jnp.clip(exponent - 1 + octaves, *ALPHA_OCTAVES) - (exponent - 1)
     unit = jnp.ldexp(jnp.float32(1.0), 2 * octaves)
     followed = jnp.stack(
         [

@@ -14,7 +14,6 @@ under `check_vma=True`. XLA cannot partition them: under a `shard_map` that leav
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """The codec in plain jnp: the reference for every other implementation, and what CPU, TPU and older GPUs run.
 
 Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, payload u8[..., C], scale bytes
-u8[..., C / block * scale_bytes] or None, alpha f32[] a power of two in [2^-126, 2^126].
+u8[..., C / block * scale_bytes] or None, alpha f32[] a power of two in [2^-126, 2^120].
 Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
 """
 
@@ -39,10 +39,10 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
         payload = _cast(z, codec)
         seen = _observe(z, z, payload, codec, 1.0, v) if observe else None
         return _rows(payload), None, seen
-    amax = jnp.max(jnp.abs(v), axis=-1, keepdims=True)
+    amax = _amax(v)
     up, down = _power_of_two(amax)
     y = rotate(v * down) if codec.hadamard else v * down
-    scale = _block_scale(jnp.max(jnp.abs(y), axis=-1, keepdims=True) * _norm(codec), up, amax, codec)
+    scale = _block_scale(_amax(y) * _norm(codec), up, amax, codec)
     z = y * (_norm(codec) / (scale * down))
     payload = _cast(z, codec)
     seen = _observe(v * alpha, z, payload, codec, scale * alpha, v) if observe else None
@@ -79,7 +79,7 @@ def reduce(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alphas: 
         payload = _cast(z, codec)
         seen = _observe(z, z, payload, codec, 1.0, total) if observe else None
         return _rows(payload), None, seen
-    amax = jnp.max(jnp.abs(total), axis=-1, keepdims=True)
+    amax = _amax(total)
     # The sum itself may exceed f32 in the rotated domain; a non-finite value of any rank is in the total.
     after = _block_scale(amax, scale, amax, codec)
     # Sums that cancel exactly leave after / scale at zero; 0 * inf would be NaN.
@@ -100,6 +100,15 @@ def _rows(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
+def _amax(x: jax.Array) -> jax.Array:
+    """Return max |x| over the last axis, kept, and NaN if one is: XLA:CPU's reduction drops NaN (and is slow)."""
+    x = jnp.abs(x)
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = jnp.maximum(x[..., :half], x[..., half:])
+    return x
+
+
 def _norm(codec: Codec) -> float:
     return codec.block**-0.5 if codec.hadamard else 1.0
 
@@ -117,7 +126,11 @@ def _values(payload: jax.Array, codec: Codec) -> jax.Array:
 
 
 def _unscaled(q: jax.Array, scale: jax.Array, codec: Codec, dtype) -> jax.Array:
-    x = rotate(q) * _norm(codec) if codec.hadamard else q
+    if codec.hadamard and codec.scale == "block":
+        # Behind the butterfly XLA may fold the norm into a small scale, and the product is flushed to zero.
+        x = rotate(q * _norm(codec))
+    else:
+        x = rotate(q) * _norm(codec) if codec.hadamard else q
     limit = float(jnp.finfo(dtype).max)
     return jnp.clip(x * scale, -limit, limit).astype(dtype)
 

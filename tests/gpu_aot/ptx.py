@@ -1,0 +1,66 @@
+"""What a compiled kernel costs: its PTX instructions, and registers and spills as ptxas reports them."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+_ENTRY = re.compile(r"\.entry (\w+)")
+_TARGET = re.compile(r"\.target\s+(sm_\w+)")
+_INSTRUCTION = re.compile(r"^\s+(?:@!?%\w+ )?([a-z][\w.:]*)\s.*;", re.MULTILINE)
+_LIMITS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel; `instructions` counts opcodes with their modifiers, as written, e.g. `ld.global.v4.b32`."""
+
+    name: str
+    arch: str
+    instructions: Counter
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+
+    def count(self, pattern: str) -> int:
+        """Return how many instructions have an opcode that matches the regular expression from its start."""
+        return sum(n for opcode, n in self.instructions.items() if re.match(pattern, opcode))
+
+
+def find_ptxas() -> str | None:
+    """Return the assembler of the wheel nvidia-cuda-nvcc, or of an installed CUDA; None if there is none."""
+    spec = importlib.util.find_spec("nvidia")
+    wheels = [Path(path) / "cu13" / "bin" / "ptxas" for path in (spec.submodule_search_locations or [])] if spec else []
+    found = [*(path for path in wheels if path.exists()), *filter(None, [shutil.which("ptxas")])]
+    return str(found[0]) if found else None
+
+
+def read_kernels(folder: Path, prefix: str) -> list[Kernel]:
+    """Return the kernels whose name begins with `prefix` from the PTX that XLA dumped into a folder."""
+    texts = [path.read_text() for path in sorted(folder.glob("*.ptx"))]
+    return [_assemble(text) for text in texts if (entry := _ENTRY.search(text)) and entry[1].startswith(prefix)]
+
+
+def _assemble(text: str) -> Kernel:
+    arch = _TARGET.search(text)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(text)
+        command = [find_ptxas(), "-v", f"--gpu-name={arch}", str(source), "-o", f"{folder}/kernel.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stack, stores, loads = (int(value) for value in _LIMITS.search(report).groups())
+    return Kernel(
+        name=_ENTRY.search(text)[1],
+        arch=arch,
+        instructions=Counter(_INSTRUCTION.findall(text)),
+        registers=int(_REGISTERS.search(report)[1]),
+        stack=stack,
+        spill_stores=stores,
+        spill_loads=loads,
+    )

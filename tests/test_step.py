@@ -1,0 +1,231 @@
+"""The whole 3-D step against the plain model on one device."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from meshes import P, mesh
+from reference_gpt import logits as reference_logits
+from reference_gpt import loss as reference_loss
+
+from experiments import optimizer, step
+from experiments.config import (
+    CommunicationConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from taco_jax.models.gpt import init_parameters
+
+VOCAB = 300
+CONFIG = TrainConfig(
+    compression="none",
+    dtype="float32",
+    steps=20,
+    model=ModelConfig(num_layers=4, hidden_size=32, num_heads=4, intermediate_size=64, vocab_size=VOCAB),
+    data=DataConfig(sequence_length=15, batch_size=4),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+    parallel=ParallelConfig(num_microbatches=2),
+    communication=CommunicationConfig(min_bytes=0),
+)
+
+
+def change(config=CONFIG, **sections):
+    """Config with fields of sections, or whole fields, replaced."""
+    new = {
+        name: dataclasses.replace(getattr(config, name), **value) if isinstance(value, dict) else value
+        for name, value in sections.items()
+    }
+    return dataclasses.replace(config, **new)
+
+
+@functools.cache
+def program_on(config, dp=1, pp=1, tp=1):
+    return step.build(config, mesh(dp=dp, pp=pp, tp=tp))
+
+
+def numpy_batch(config, seed=0):
+    """Random tokens; the mask weighs tokens unevenly, over data-parallel ranks and microbatches too."""
+    rng = np.random.default_rng(seed)
+    shape = (config.data.batch_size, config.data.sequence_length)
+    tokens, targets = rng.integers(0, VOCAB, (2, *shape)).astype(np.int32)
+    mask = (rng.random(shape) < np.linspace(0.2, 1.0, shape[0])[:, None]).astype(np.float32)
+    return {"tokens": tokens, "targets": targets, "mask": mask}
+
+
+def placed(program, batch):
+    return jax.device_put(batch, program.batch_sharding)
+
+
+@functools.cache
+def noisy_parameters(config, tp=1):
+    """First parameters plus noise, so that biases and norms matter."""
+    init = functools.partial(init_parameters, step.model_config(config, tp), 0)
+    first = jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})()
+    rng = np.random.default_rng(7)
+    noisy = jax.tree.map(lambda p: np.asarray(p) + 0.05 * rng.normal(size=p.shape).astype(np.float32), first)
+    for table in (noisy["embedding"], noisy.get("head", {})):
+        for name in table:
+            table[name][VOCAB:] = 0
+    return noisy
+
+
+@functools.cache
+def reference_gradients(config):
+    function = jax.jit(jax.value_and_grad(functools.partial(reference_loss, vocab_size=VOCAB)))
+    return function(noisy_parameters(config), numpy_batch(config))
+
+
+def assert_gradients_close(found, want):
+    """||d|| <= 1e-5 ||g|| + 1e-7 ||all g|| for every tensor."""
+    norm = float(optax.tree.norm(want))
+    for (path, w), f in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(found), strict=True):
+        error, own = np.linalg.norm(np.asarray(f) - w), np.linalg.norm(w)
+        assert error <= 1e-5 * own + 1e-7 * norm, (jax.tree_util.keystr(path), error, own)
+
+
+def assert_equal_on_all_ranks(tree):
+    """Devices that hold the same part of an array hold the same bits (C1)."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        seen = {}
+        for shard in leaf.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            assert seen.setdefault(str(shard.index), bits) == bits, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sections"),
+    [
+        ({"dp": 2, "pp": 2, "tp": 2}, {}),
+        ({"dp": 1, "pp": 4, "tp": 2}, {"data": {"batch_size": 2}, "model": {"tie_embeddings": False}}),
+        ({"dp": 2, "pp": 4, "tp": 1}, {"parallel": {"num_microbatches": 1}, "data": {"batch_size": 6}}),
+    ],
+    ids=["dp2,pp2,tp2", "untied-dp1,pp4,tp2", "one-microbatch-dp2,pp4,tp1"],
+)
+def test_gradients_equal_the_plain_model(sizes, sections):
+    """M2, M3, T1: microbatches fewer than stages, tokens that the stages do not divide, tied tables summed once."""
+    config = change(**sections)
+    program = program_on(config, **sizes)
+    parameters = jax.device_put(noisy_parameters(config), program.state_shardings["params"])
+    batch = numpy_batch(config)
+    loss, tokens, gradients, observed = jax.jit(program.loss_and_gradients)(parameters, {}, placed(program, batch))
+    want_loss, want = reference_gradients(config)
+    chex.assert_trees_all_close(loss, want_loss, rtol=1e-5)
+    assert float(tokens) == batch["mask"].sum()
+    assert observed == {}
+    assert_gradients_close(gradients, want)
+    assert_equal_on_all_ranks(gradients)
+    assert not np.asarray(gradients["embedding"]["embedding"])[VOCAB:].any()
+
+
+@functools.cache
+def losses_of_steps(dtype, dp, pp, tp):
+    config = change(dtype=dtype, data={"batch_size": 8})
+    program = program_on(config, dp, pp, tp)
+    state, found = program.init(1), []
+    for i in range(3):
+        state, metrics = program.train_step(state, i, placed(program, numpy_batch(config, i)))
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    return np.array(found), state
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-5), ("bfloat16", 2e-3)])
+def test_losses_are_equal_on_every_mesh(dtype, rtol):
+    want, _ = losses_of_steps(dtype, 1, 1, 1)
+    for sizes in ((2, 2, 2), (4, 2, 1)):
+        found, _ = losses_of_steps(dtype, *sizes)
+        np.testing.assert_allclose(found[:, 0], want[:, 0], rtol=rtol)
+        # T2: the norm counts every parameter once.
+        np.testing.assert_allclose(found[:, 1], want[:, 1], rtol=10 * rtol)
+
+
+def test_state_after_steps():
+    """C1, M3, T7: float32 masters that move, replicas with the same bits, padding rows still zero."""
+    _, state = losses_of_steps("bfloat16", 2, 2, 2)
+    first = program_on(change(dtype="bfloat16", data={"batch_size": 8}), 2, 2, 2).init(1)
+    assert_equal_on_all_ranks(state)
+    for leaf in jax.tree.leaves((state["params"], state["opt_state"])):
+        assert leaf.dtype in (jnp.float32, jnp.int32)
+    moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != np.asarray(b)).any()), state["params"], first["params"])
+    assert jax.tree.all(moved)
+    assert not np.asarray(state["params"]["embedding"]["embedding"])[VOCAB:].any()
+
+
+def test_first_state_is_the_same_on_every_mesh():
+    one = program_on(CONFIG, 1, 1, 1).init(5)
+    many = program_on(CONFIG, 2, 2, 2).init(5)
+    chex.assert_trees_all_equal(jax.device_get(one), jax.device_get(many))
+    abstract = program_on(CONFIG, 2, 2, 2).abstract_state()
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, many)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, abstract, many))
+    assert many["opt_state"][1].mu["layers"]["mlp"]["up"]["kernel"].sharding.spec == P("pp", None, "tp")
+
+
+def test_logits_and_evaluation_equal_the_plain_model():
+    """M14."""
+    batch = numpy_batch(CONFIG)
+    parameters = noisy_parameters(CONFIG)
+    want = jax.jit(reference_logits, static_argnums=2)(parameters, batch["tokens"][:, :7], VOCAB)
+    want_loss, _ = reference_gradients(CONFIG)
+    for sizes in ((1, 1, 1), (1, 2, 4), (2, 4, 1)):
+        program = program_on(CONFIG, *sizes)
+        state = {"params": jax.device_put(parameters, program.state_shardings["params"]), "scales": {}}
+        logits = program.logits(state, batch["tokens"][:, :7])
+        chex.assert_shape(logits, (4, 7, VOCAB))
+        chex.assert_trees_all_close(jax.device_get(logits), want, rtol=1e-5, atol=1e-5)
+        sums = program.eval_step(state, placed(program, batch))
+        assert float(sums["loss_sum"] / sums["tokens"]) == pytest.approx(float(want_loss), rel=1e-5)
+
+
+def test_exact_program_gathers_nothing():
+    """The optimizer works on each device's own part."""
+    text = program_on(change(data={"batch_size": 8}), 2, 2, 2).compiled.as_text()
+    assert "all-gather" not in text
+    assert "all-reduce" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sections", "message"),
+    [
+        ({"pp": 4}, {"model": {"num_layers": 30}}, r"pp=4 does not divide model.num_layers=30 .*1, 2, 3, 5, 6, 10"),
+        ({"tp": 2}, {"model": {"num_heads": 25, "hidden_size": 100}}, r"tp=2 does not divide model.num_heads=25"),
+        ({"dp": 2}, {"parallel": {"num_microbatches": 3}}, r"data.batch_size=4 is no multiple of dp=2 x"),
+    ],
+    ids=["M1", "M5", "M2"],
+)
+def test_what_does_not_divide_is_refused(sizes, sections, message):
+    with pytest.raises(ValueError, match=message):
+        program_on(change(**sections), **sizes)
+
+
+def test_global_norm_of_a_split_array():
+    """T2."""
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh(tp=4), P("tp")))
+    assert float(jax.jit(optax.tree.norm)(x)) == pytest.approx(11.832, abs=1e-3)
+
+
+def test_learning_rate_depends_on_the_step_alone():
+    """T4."""
+    config = change(steps=100, optimizer={"learning_rate": 5e-3, "warmup_steps": 10, "final_fraction": 0.1})
+    rates = np.array([float(optimizer.learning_rate(config)(i)) for i in (0, 4, 9, 10, 54, 99, 200)])
+    half = 5e-4 + 4.5e-3 * 0.5 * (1 + np.cos(np.pi * 44 / 89))
+    np.testing.assert_allclose(rates, [5e-4, 2.5e-3, 5e-3, 5e-3, half, 5e-4, 5e-4], rtol=1e-4)
+
+
+def test_update_direction_is_clipped_adam_with_decayed_matrices():
+    config = OptimizerConfig(weight_decay=0.5, clip_norm=1.0, b1=0.9, b2=0.95)
+    parameters = {"kernel": jnp.full((2,), 2.0), "bias": jnp.full((2,), 2.0)}
+    transformation = optimizer.direction(config)
+    gradients = {"kernel": jnp.full((2,), 30.0), "bias": jnp.full((2,), -40.0)}
+    update, state = transformation.update(gradients, transformation.init(parameters), parameters)
+    chex.assert_trees_all_close(update, {"kernel": jnp.full((2,), 2.0), "bias": jnp.full((2,), -1.0)}, rtol=1e-5)
+    clipped = -40.0 / np.sqrt(2 * (30**2 + 40**2))
+    chex.assert_trees_all_close(state[1].mu["bias"], jnp.full((2,), 0.1 * clipped), rtol=1e-5)
+    chex.assert_trees_all_close(optimizer.apply(parameters, update, jnp.float32(0.5))["kernel"], jnp.ones(2), rtol=1e-5)
