@@ -101,7 +101,8 @@ def site_and_direction(op_name: str) -> tuple[str, str]:
     """Return (site, direction) of a path of named scopes: the innermost `taco.<op>.<site>.<direction>` decides.
 
     Without such a scope the site is `other`, and the direction follows from the transformations in the path:
-    `update` is what stands outside the differentiated function.
+    `update` is what stands outside the differentiated function. Where XLA combined operations of several sites, all are
+    named, joined by `+`.
     """
     names = combined_names(op_name)
     if len(names) > 1:
