@@ -11,7 +11,8 @@ from pathlib import Path
 
 _ENTRY = re.compile(r"\.entry (\w+)")
 _TARGET = re.compile(r"\.target\s+(sm_\w+)")
-_INSTRUCTION = re.compile(r"^\s+(?:@!?%\w+ )?([a-z][\w.:]*)\s.*;", re.MULTILINE)
+# Inline assembly may put several on one line.
+_INSTRUCTION = re.compile(r"(?:^\s+|;\s*)(?:@!?%\w+\s+)?([a-z][\w.:]*)\s[^;\n]*(?=;)", re.MULTILINE)
 _LIMITS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 
@@ -22,6 +23,7 @@ class Kernel:
 
     name: str
     arch: str
+    text: str
     instructions: Counter
     registers: int
     stack: int
@@ -58,6 +60,7 @@ def _assemble(text: str) -> Kernel:
     return Kernel(
         name=_ENTRY.search(text)[1],
         arch=arch,
+        text=text,
         instructions=Counter(_INSTRUCTION.findall(text)),
         registers=int(_REGISTERS.search(report)[1]),
         stack=stack,
