@@ -60,10 +60,12 @@ def measure(name: str, values: jax.Array, mesh: Mesh) -> tuple[str, str, str]:
     def summed(x, scales):
         return taco_jax.psum(x[0], "tp", compression=compression, scales=scales, name="sum")
 
-    specs = {"mesh": mesh, "in_specs": (P("tp"), P())}
-    observed = jax.jit(jax.grad(jax.shard_map(step, out_specs=P(), **specs), argnums=1))(values, scales)
+    def on_mesh(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
+
+    observed = jax.jit(jax.grad(on_mesh(step), argnums=1))(values, scales)
     updated, _ = taco_jax.update_scales({"sum": scales}, {"sum": observed}, axis_name=None)
-    total = jax.jit(jax.shard_map(summed, out_specs=P(), **specs))(values, updated["sum"])
+    total = jax.jit(on_mesh(summed))(values, updated["sum"])
     return f"{sent:.3f}", f"{single:.1f}", f"{taco_jax.snr_db(jnp.sum(values, axis=0), total):.1f}"
 
 

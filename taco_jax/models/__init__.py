@@ -1,0 +1,1 @@
+"""Architectures in Flax NNX; communication comes in as an object."""

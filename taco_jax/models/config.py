@@ -14,8 +14,8 @@ class GPTConfig:
         num_layers: transformer blocks L.
         hidden_size: width H of the residual stream.
         num_heads: attention heads N.
-        head_dim: width D of a head; None means hidden_size / num_heads.
-        intermediate_size: width of the MLP; None means 4 * hidden_size.
+        head_dim: width D of a head; 0 means hidden_size / num_heads.
+        intermediate_size: width of the MLP; 0 means 4 * hidden_size.
         vocab_size: token ids the tokenizer knows.
         max_positions: longest sequence, rows of the table of positions.
         vocab_multiple: the tables have `padded_vocab_size` rows, the next multiple of this. Padding rows are zero,
@@ -36,8 +36,8 @@ class GPTConfig:
     num_heads: int
     vocab_size: int
     max_positions: int
-    head_dim: int | None = None
-    intermediate_size: int | None = None
+    head_dim: int = 0
+    intermediate_size: int = 0
     vocab_multiple: int = 128
     tie_embeddings: bool = True
     norm_epsilon: float = 1e-5
@@ -49,14 +49,14 @@ class GPTConfig:
         for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_positions", "vocab_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.head_dim is None:
+        if not self.head_dim:
             if self.hidden_size % self.num_heads:
                 usable = ", ".join(map(str, divisors(self.hidden_size)))
                 raise ValueError(
                     f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; usable: {usable}"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
-        if self.intermediate_size is None:
+        if not self.intermediate_size:
             object.__setattr__(self, "intermediate_size", 4 * self.hidden_size)
         if jnp.dtype(self.dtype) not in (jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")):
             raise ValueError(f"dtype must be bfloat16, float16 or float32, got {self.dtype!r}")

@@ -186,8 +186,8 @@ def _store(ref, pieces: list[jax.Array], codec: Codec, convert) -> None:
 def _rotate(pieces: list[jax.Array]) -> list[jax.Array]:
     """`hadamard.rotate` of rows cut into pieces; returns the halves of the pieces.
 
-    The last round of a piece needs values of two threads. What follows is cheaper on its halves as they are, and they
-    are joined when they are narrow.
+    Joining the halves of the last round moves values between threads, which the observation does not need; the store
+    does, for whole sectors.
     """
     pieces = [half for piece in pieces for half in _rotate_piece(piece)]
     distance = 2

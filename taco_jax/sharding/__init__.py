@@ -1,0 +1,1 @@
+"""Meshes, and how models are laid out and run on them."""

@@ -8,7 +8,6 @@ import math
 import mmap
 from pathlib import Path
 
-import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -46,7 +45,10 @@ def target_config(gpu: str) -> str | None:
 def mesh(gpu: str, sizes: dict[str, int]) -> Mesh:
     """Return a mesh of GPUs of one host, to lower and compile for; nothing can run on it."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=gpu, target_config=target_config(gpu), topology=f"1x1x{math.prod(sizes.values())}"
+        platform="cuda",
+        topology_name=gpu,
+        target_config=target_config(gpu),
+        topology=f"1x1x{math.prod(sizes.values())}",
     )
     devices = np.array(topology.devices).reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from gpu_aot import target
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
+from gpu_aot import target
 
 ROWS, COLUMNS, RANKS = 8192, 4096, 8
 
