@@ -1,6 +1,6 @@
 """Print what each preset costs and keeps: bytes per value, round-trip and all-reduce signal-to-noise ratio.
 
-    python -m experiments.codecs [--size N] [--ranks N] [--seed N]
+python -m experiments.codecs [--size N] [--ranks N] [--seed N]
 """
 
 from dataclasses import dataclass
