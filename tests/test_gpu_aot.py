@@ -6,6 +6,8 @@ without its dependencies, and an assembler:
     pip install --no-deps "jax-cuda13-plugin==$jaxlib" "jax-cuda13-pjrt==$jaxlib"
     pip install --no-deps nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88    # unless CUDA 13 is installed
     pytest -m gpu_aot
+
+With TACO_REQUIRE_GPU_AOT set, a missing part is a failure instead of a skip.
 """
 
 import importlib.metadata
@@ -50,7 +52,7 @@ def missing_tool() -> str | None:
 def h200(tmp_path_factory) -> tuple[str, dict[str, ptx.Kernel]]:
     """HLO of the program and its kernels by name."""
     if reason := missing_tool():
-        pytest.skip(reason)
+        (pytest.fail if os.environ.get("TACO_REQUIRE_GPU_AOT") else pytest.skip)(reason)
     folder = tmp_path_factory.mktemp("h200")
     tests = Path(__file__).parent
     environment = {
