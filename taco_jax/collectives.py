@@ -54,7 +54,8 @@ def psum(
         compression: a preset name, a `Compression`, or None (exact).
         scales: state of the site, f32[2, 2, 5] from `init_scales`, or a `SitePair`; required by adaptive codecs. With
             other codecs it only collects observations.
-        split_dim: split this axis over the ranks instead of flattening (needed under partial-manual `shard_map`).
+        split_dim: split this axis over the ranks and merge none, instead of flattening. (Under partial-manual `shard_map`
+            XLA gathers around any all-to-all the axes it partitions itself: make those that split `x` manual.)
         name: site name, seen in profiles, HLO metadata and the communication table.
 
     Returns:

@@ -27,8 +27,8 @@ DualScale = jax.Array
 TARGET_LOG2_RMS = 1.0
 """log2 of the RMS that alpha aims at: e4m3 has 7.8 octaves above it and 10 below."""
 HYSTERESIS_OCTAVES = 0.75
-ALPHA_OCTAVES = (-126, 120)
-"""Range of log2 alpha: 1 / alpha times the norm of a rotation of 512 values is still a normal number."""
+ALPHA_OCTAVES = (-126, 126)
+"""Range of log2 alpha, so that 1 / alpha is a normal number too."""
 VANISHED_MEAN_SQUARE = 2.0**-16
 """An RMS of 2^-8 is two of e4m3's smallest steps: little of the message is left."""
 

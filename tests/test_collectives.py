@@ -156,23 +156,27 @@ def test_split_dim_splits_one_axis_and_merges_none(shape, split_dim):
     assert_equal_on_all_ranks(y)
 
 
-def test_partial_manual_shard_map_keeps_automatic_axes_off_the_wire():
-    """With tp manual and dp automatic, split_dim leaves dp's sharding alone: a device sends its own half only."""
+def test_partial_manual_shard_map_is_right_and_sends_uint8():
+    """tp manual, dp left to XLA; it gathers what dp splits around any all_to_all (lax's too), so only types count."""
     on = mesh(dp=2, tp=4)
     x = gaussian(4, 8, 4, 256)
     setting = compression("taco_block")
-    f = jax.shard_map(
-        lambda x: taco_jax.psum(x[0], "tp", compression=setting, split_dim=1),
-        mesh=on,
-        in_specs=P("tp"),
-        out_specs=P(),
-        axis_names={"tp"},
+    f = jax.jit(
+        jax.shard_map(
+            lambda x: taco_jax.psum(x[0], "tp", compression=setting, split_dim=1),
+            mesh=on,
+            in_specs=P("tp"),
+            out_specs=P(),
+            axis_names={"tp"},
+        )
     )
-    f = jax.jit(f, out_shardings=jax.sharding.NamedSharding(on, P("dp")))
-    placed = jax.device_put(x, jax.sharding.NamedSharding(on, P("tp", "dp")))
-    assert snr_db(x.sum(0, dtype=np.float64), f(placed)) > BUDGET["taco_block"]
-    text = f.lower(placed).compile().as_text()
-    assert collectives(text) == {("all-to-all", "u8"): 1, ("all-gather", "u8"): 1}
+    for spec in (P("tp"), P("tp", "dp")):
+        placed = jax.device_put(x, jax.sharding.NamedSharding(on, spec))
+        assert snr_db(x.sum(0, dtype=np.float64), f(placed)) > BUDGET["taco_block"]
+        travelling = collectives(f.lower(placed).compile().as_text())
+        assert {dtype for _, dtype in travelling} == {"u8"}
+        if spec == P("tp"):
+            assert travelling == {("all-to-all", "u8"): 1, ("all-gather", "u8"): 1}
 
 
 def test_several_axes_form_one_group_in_row_major_order():

@@ -58,7 +58,8 @@ def test_config_json_holds_every_field():
         (["--mesh=pp3", "--set", "model.num_layers=10"], ["pp=3", "model.num_layers=10", "usable pp: 1, 2, 5, 10"]),
         (["--mesh=pp4", "--set", "model.num_layers=30"], ["usable pp: 1, 2, 3, 5, 6, 10, 15, 30"]),
         (
-            "--mesh=tp2 --set=model.num_heads=25 --set=model.hidden_size=1600 --set=model.intermediate_size=6400".split(),
+            ["--mesh=tp2", "--set=model.num_heads=25", "--set=model.hidden_size=1600"]
+            + ["--set=model.intermediate_size=6400"],
             ["model.num_heads=25", "usable tp: 1, 5, 25"],
         ),
         (["--set=model.num_heads=7"], ["model.num_heads=7 does not divide model.hidden_size=128"]),

@@ -1,9 +1,11 @@
 """The codec in plain jnp: the reference for every other implementation, and what CPU, TPU and older GPUs run.
 
 Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, payload u8[..., C], scale bytes
-u8[..., C / block * scale_bytes] or None, alpha f32[] a power of two in [2^-126, 2^120].
+u8[..., C / block * scale_bytes] or None, alpha f32[] a power of two in [2^-126, 2^126].
 Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -126,13 +128,13 @@ def _values(payload: jax.Array, codec: Codec) -> jax.Array:
 
 
 def _unscaled(q: jax.Array, scale: jax.Array, codec: Codec, dtype) -> jax.Array:
-    if codec.hadamard and codec.scale == "block":
-        # Behind the butterfly XLA may fold the norm into a small scale, and the product is flushed to zero.
-        x = rotate(q * _norm(codec))
-    else:
-        x = rotate(q) * _norm(codec) if codec.hadamard else q
+    if codec.hadamard:
+        # XLA may fold the factor behind the butterfly into a scale of 2^-126, so it must not be below one; a power of
+        # two ahead of it is exact.
+        ahead = 2.0 ** math.floor(math.log2(_norm(codec)))
+        q = rotate(q * ahead) * (_norm(codec) / ahead)
     limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x * scale, -limit, limit).astype(dtype)
+    return jnp.clip(q * scale, -limit, limit).astype(dtype)
 
 
 def _sum(payloads, scales, codec: Codec, alpha) -> tuple[jax.Array, jax.Array]:
