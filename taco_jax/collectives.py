@@ -54,8 +54,8 @@ def psum(
         compression: a preset name, a `Compression`, or None (exact).
         scales: state of the site, f32[2, 2, 5] from `init_scales`, or a `SitePair`; required by adaptive codecs. With
             other codecs it only collects observations.
-        split_dim: split this axis over the ranks and merge none, instead of flattening. (Under partial-manual `shard_map`
-            XLA gathers around any all-to-all the axes it partitions itself: make those that split `x` manual.)
+        split_dim: split this axis over the ranks and merge none, instead of flattening. Under partial-manual
+            `shard_map` XLA gathers the axes it partitions itself around any all-to-all; make them manual instead.
         name: site name, seen in profiles, HLO metadata and the communication table.
 
     Returns:
@@ -85,8 +85,8 @@ def pvary(
 ) -> Any:
     """Return `x` itself, marked as varying over `axis_name`; its cotangents are summed with compressed messages.
 
-    This is Megatron's f, the entry of a column-parallel layer. Under `check_vma=False` it is the identity both ways
-    (see the module's text). Args and Raises as for `psum`; `compression.backward` is what counts.
+    Megatron's f, the entry of a column-parallel layer; under `check_vma=False` the identity both ways (see the module's
+    text). Args and Raises as for `psum`; `compression.backward` is what counts.
     """
     return _map(_pvary, "pvary", x, axis_name, compression, scales, name, split_dim=split_dim)
 

@@ -1,7 +1,8 @@
 """The codec and its collectives in float64 NumPy, written from the specification; imports nothing of taco_jax.
 
-A codec is any object with `format`, `block`, `hadamard`, `scale` and `scale_dtype`. Values are [..., C], C a multiple
-of the block; coded values are q[..., blocks, block] on the format's grid with factors s[..., blocks, 1]: value = R^T q s.
+A codec is any object with `format`, `block`, `hadamard`, `scale` and `scale_dtype`. Values are [..., C], C a
+multiple of the block; coded values are q[..., blocks, block] on the format's grid with factors s[..., blocks, 1]:
+value = R^T q s.
 """
 
 import math
