@@ -35,7 +35,7 @@ def small() -> TrainConfig:
         eval_every=100,
         model=ModelConfig(num_layers=4, hidden_size=128, num_heads=8, intermediate_size=512),
         data=DataConfig(sequence_length=64, batch_size=32),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20, decay_steps=600),
+        optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=20, decay_steps=600),
         parallel=ParallelConfig(num_microbatches=1),
         checkpoint=CheckpointConfig(every=100),
     )

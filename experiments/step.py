@@ -213,6 +213,7 @@ class Program:
     def _local_gradients(self, parameters: dict, scales: dict, batch: dict) -> tuple:
         """Return loss, tokens, gradients and observations, added over every axis that they are not sharded on."""
         tokens = psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")
+        batch = {**batch, "tokens": _after(batch["tokens"], tokens)}
         states, probes = split_scales(scales, AXES)
         # Gradients with respect to varying parameters are local; the sums over dp and pp then stand here, once a step.
         varying = jax.tree.map(lambda p: vary(p, ("dp", "pp")), parameters)
@@ -258,9 +259,10 @@ class Program:
     def _evaluate(self) -> Callable:
         def local(parameters: dict, scales: dict, batch: dict) -> dict:
             parameters = jax.tree.map(lambda p: vary(p, ("dp", "pp")), parameters)
+            tokens = psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")
+            batch = {**batch, "tokens": _after(batch["tokens"], tokens)}
             loss = self._loss_sum(parameters, self._comm(scales), batch)
-            loss = psum(loss, ("dp", "pp"), compression=None, name="loss")
-            return {"loss_sum": loss, "tokens": psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")}
+            return {"loss_sum": psum(loss, ("dp", "pp"), compression=None, name="loss"), "tokens": tokens}
 
         specs = (self.specs, self.scale_specs, DATA)
         return jax.jit(jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=True))
@@ -306,6 +308,15 @@ def _changes(new: dict, old: dict) -> jax.Array:
 
 def _where(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def _after(ids: jax.Array, count: jax.Array) -> jax.Array:
+    """Return `ids` in a way that waits for `count`, which is never negative.
+
+    XLA:CPU does not order a collective inside a conditional (the embedding's) after an independent one outside; some
+    devices then wait in the one and some in the other until it aborts.
+    """
+    return ids + (count < 0).astype(ids.dtype)
 
 
 def _sum_replicas(value: jax.Array, spec: P, *, axes: tuple[str, ...]) -> jax.Array:

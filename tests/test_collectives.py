@@ -1,322 +1,357 @@
-"""The collectives' values: any shape and group, equal bits on all ranks, exact where they say so, uint8 on the wire."""
+"""Values of the collectives: against jax.lax, against the oracle, and the invariants over ranks."""
+
+import functools
 
 import chex
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
+import oracles
 import pytest
+from codec_cases import FEW, FP8, INT8, TACO_BLOCK
+from collective_cases import EXACT, call_lax, call_taco, cases, compression, is_invariant
 from jax import lax
-from meshes import P, assert_equal_on_all_ranks, collectives, copies, mesh, spmd
+from meshes import P, assert_equal_on_all_ranks, collectives, mesh, spmd
 
 import taco_jax
-from taco_jax import Codec, Compression
+from taco_jax import Compression
 
-PRESETS = ("taco", "taco_block", "fp8", "int8")
-# dB of a two-hop all-reduce of Gaussian values, less a margin for small samples: PAPER section 4, item 5.
-BUDGET = {"taco": 27.5, "taco_block": 27.8, "fp8": 27.8, "int8": 39.0}
-
-
-def compression(name: str, **changes) -> Compression:
-    return Compression.named(name, **{"min_bytes": 0, **changes})
+NAMES = tuple(cases(1))
+ONE_OF_EACH = ("psum", "psum_scatter-tiled-1", "all_gather-3", "all_to_all-tiled", "ppermute")
 
 
-def psum_over(on, axes, name="taco_block", check_vma=True, **changes):
-    """Jitted all-reduce of x[rank] over `axes`, with scales (alpha 1) where the codec wants them."""
-    setting = compression(name, **changes)
-    scales = taco_jax.init_scales({"s": setting})["s"] if setting.is_adaptive else None
-    return spmd(
-        lambda x: taco_jax.psum(x[0], axes, compression=setting, scales=scales, name="s"), on, P(axes), P(), check_vma
-    )
+def by_rank(results, names=NAMES):
+    """Give varying results a leading axis of ranks."""
+    return {name: y if is_invariant(name) else jax.tree.map(lambda leaf: leaf[None], y) for name, y in results.items()}
 
 
-def gaussian(*shape, seed=0, dtype=np.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+def specs(names=NAMES):
+    return {name: P() if is_invariant(name) else P("tp") for name in names}
 
 
-def snr_db(want, got) -> float:
-    want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
-    noise = np.sum((want - got) ** 2)
-    return float(10 * np.log10(np.sum(want**2) / noise)) if noise else np.inf
+def pair(ranks, x, options, names=NAMES):
+    """Results of every collective by jax.lax and by taco_jax on x[ranks, ...], and the compiled text of the latter."""
+
+    def both(x):
+        x = jax.tree.map(lambda leaf: leaf[0], x)
+        exact = {name: jax.tree.map(functools.partial(call_lax, name), x) for name in names}
+        compressed = {name: call_taco(name, x, **options) for name in names}
+        return by_rank(exact, names), by_rank(compressed, names)
+
+    return spmd(both, mesh(tp=ranks), P("tp"), (specs(names), specs(names)))(x)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+def integers(ranks, dtype=np.float32):
+    """Sums over 8 ranks of values in [-2, 2] have four significant bits: e4m3 loses nothing."""
+    return np.random.default_rng(ranks).integers(-2, 3, (ranks, 2 * ranks, ranks, 3)).astype(dtype)
+
+
+def gaussian(ranks, *shape, seed=0):
+    return np.random.default_rng(seed).standard_normal((ranks, *shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(3, NAMES), (8, ONE_OF_EACH)])
+def test_results_are_laid_out_as_by_lax(ranks, names):
+    """Through the codec, on integers that it keeps."""
+    exact, compressed = pair(ranks, integers(ranks), {"compression": compression(EXACT)}, names)
+    chex.assert_trees_all_equal(exact, compressed)
+    assert_equal_on_all_ranks({name: y for name, y in compressed.items() if is_invariant(name)})
+
+
+@pytest.mark.parametrize("ranks", [1, 6])
+def test_none_is_lax_bit_for_bit(ranks):
+    x = {
+        "f32": gaussian(ranks, 2 * ranks, ranks, 3),
+        "bf16": jnp.asarray(gaussian(ranks, 2 * ranks, ranks, 3, seed=1), jnp.bfloat16),
+        "i32": integers(ranks, np.int32),
+    }
+    chex.assert_trees_all_equal(*pair(ranks, x, {"compression": "none"}))
+
+
+def test_one_rank_passes_through_without_rounding():
+    exact, compressed = pair(1, gaussian(1, 2, 1, 3), {"compression": compression(INT8)})
+    chex.assert_trees_all_equal(exact, compressed)
+
+
+def alpha_state(alpha):
+    return taco_jax.init_scales({"site": "taco"})["site"].at[..., 0].set(alpha)
+
+
+@pytest.mark.parametrize("codec", FEW.values(), ids=FEW)
+def test_invariants_of_the_all_reduce(codec):
+    """Equal bits on all ranks, for any chunks, every time; blocks do not see each other; the unit does not matter."""
+
+    def reduce(x, scales):
+        options = [compression(codec), compression(codec, chunks=3)]
+        return tuple(taco_jax.psum(x[0], "tp", compression=c, scales=scales) for c in options)
+
+    call = spmd(reduce, mesh(tp=4), (P("tp"), P()), P())
+    x, scales = gaussian(4, 20, 50), alpha_state(2.0)
+    compiled = call.lower(x, scales).compile()
+    whole, chunked = compiled(x, scales)
+    assert_equal_on_all_ranks((whole, chunked))
+    chex.assert_trees_all_equal(whole, chunked)
+    chex.assert_trees_all_equal(whole, compiled(x, scales)[0])
+    assert set(collectives(compiled.as_text())) == {("all-to-all", "u8"), ("all-gather", "u8")}
+    block = np.arange(1000).reshape(20, 50) // 128
+    for bad in (np.nan, np.inf):
+        with_bad = x.copy()
+        with_bad[2, 8, 3] = bad
+        for y in compiled(with_bad, scales):
+            assert_equal_on_all_ranks(y)
+            chex.assert_trees_all_equal(np.isnan(np.asarray(y)), block == block[8, 3])
+            chex.assert_trees_all_equal(np.asarray(y)[block != block[8, 3]], np.asarray(whole)[block != block[8, 3]])
+    with_zeros = np.where(block == 2, 0, x)
+    for y in compiled(with_zeros, scales):
+        chex.assert_trees_all_equal(np.asarray(y), np.where(block == 2, 0, np.asarray(whole)))
+    for k in (-60, 60):
+        y, _ = compiled(np.ldexp(x, k), alpha_state(2.0 ** (1 - k)))
+        chex.assert_trees_all_equal(np.ldexp(np.asarray(y), -k), np.asarray(whole))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_c1_all_reduce_noise_does_not_grow_with_the_group_and_bits_are_equal(name, ranks):
-    x = gaussian(ranks, 64, 1024)
-    for check_vma in (True, False):
-        y = psum_over(mesh(tp=ranks), "tp", name, check_vma)(x)
-        assert snr_db(x.astype(np.float64).sum(0), y) > BUDGET[name]
-        assert_equal_on_all_ranks(y)
+def test_snr_of_the_all_reduce(ranks):
+    """Two roundings cost 3 dB of one and do not depend on the number of ranks; cancelling parts cost 19.5 dB."""
+    codecs = {"fp8": FP8, "int8": INT8}
+
+    def reduce(x):
+        return {n: taco_jax.psum(x[0], "tp", compression=compression(codec)) for n, codec in codecs.items()}
+
+    call = spmd(reduce, mesh(tp=ranks), P("tp"), P())
+    x = gaussian(ranks, 1 << 13, seed=ranks)
+    total = x.astype(np.float64).sum(0)
+    for name, y in call(x).items():
+        by_oracle = oracles.all_reduce(x, codecs[name])
+        assert abs(oracles.snr_db(total, y) - oracles.snr_db(total, by_oracle)) <= 0.05
+        # int8 was once measured at 40.2; theory, one rounding of 43.8 twice, is 40.8.
+        low, high = {"fp8": (28.4, 29.0), "int8": (39.9, 41.1)}[name]
+        assert low <= oracles.snr_db(total, y) <= high
+        different = oracles.block_errors(by_oracle, np.asarray(y), codecs[name]) > 1e-5 * np.abs(total).max()
+        assert different.mean() <= 0.05
+    if ranks == 8:
+        parts = x - x.mean(0) + 0.3 / 8 * gaussian(1, 1 << 13, seed=99)
+        parts = parts.astype(np.float32)
+        results = {name: oracles.snr_db(parts.astype(np.float64).sum(0), y) for name, y in call(parts).items()}
+        assert abs(results["fp8"] - 12) <= 1 and abs(results["int8"] - 24) <= 1
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shape"), [(4, (10,)), (3, (5, 100)), (6, (7, 1)), (8, (1000,)), (4, ()), (6, (896,))]
-)
-def test_c7_any_shape_and_group_size(ranks, shape):
-    x = gaussian(ranks, *shape, seed=1)
-    y = psum_over(mesh(tp=ranks), "tp", "int8")(x)
-    chex.assert_shape(y, shape)
-    # int8 with a scale per block: a step of amax / 127 per rounding, of the parts and of the sum, over sqrt(block) ...
-    amax = np.abs(x).max() * np.sqrt(ranks) * 12
-    np.testing.assert_allclose(np.asarray(y), x.astype(np.float64).sum(0), atol=amax / 127)
-    assert y.dtype == jnp.float32
-    if x[0].size > 100:
-        assert snr_db(x.sum(0, dtype=np.float64), y) > BUDGET["int8"]
+def test_reported_situations():
+    """One block of 128 for each situation: 448 + 18, 4 x 200, a rotation beyond float32, ranks decades apart."""
+    x = np.zeros((4, 5, 128), np.float32)
+    x[:2, 0] = [[448.0], [18.0]]
+    x[:, 1] = 200.0
+    x[2, 2] = 2.5e38
+    x[:, 3] = gaussian(4, 128) * 10.0 ** np.arange(4)[:, None]
+    x[0, 4, ::3], x[3, 4, ::3] = 3e-9, -3e-9
+    total = x.astype(np.float64).sum(0)
+    codecs = {"fp8": FP8, "taco_block": TACO_BLOCK, "int8": INT8}
+
+    def reduce(x):
+        return {n: taco_jax.psum(x[0], "tp", compression=compression(codec)) for n, codec in codecs.items()}
+
+    for name, y in spmd(reduce, mesh(tp=4), P("tp"), P())(x).items():
+        chex.assert_tree_all_finite(y)
+        first = oracles.error_budget(x, codecs[name]).sum(0)
+        second = oracles.error_budget(total, codecs[name]) * 1.1
+        errors = oracles.block_errors(total, np.asarray(y), codecs[name])
+        assert (errors <= first + second + 1e-5 * np.linalg.norm(total, axis=-1, keepdims=True)).all(), name
+        assert (np.abs(np.asarray(y)[4]) <= 1e-15).all()
 
 
-def test_n15_empty_arrays_pass_with_their_gradient():
-    on = mesh(tp=4)
-    x = np.zeros((4, 0, 8), np.float32)
-    chex.assert_shape(psum_over(on, "tp")(x), (0, 8))
-    loss = spmd(lambda x: jnp.sum(taco_jax.psum(x[0], "tp")), on, P("tp"), P())
-    chex.assert_shape(jax.grad(loss)(x), (4, 0, 8))
+def test_ten_elements_over_four_ranks_and_scales_that_differ_by_rank():
+    values = np.array([4, 1, 16, 2], np.float32)
+    small = np.arange(-20, 20, dtype=np.float32).reshape(4, 10) / 8
 
-
-def test_c8_a_group_of_one_passes_every_bit():
-    x = gaussian(1, 33, 100, dtype=ml_dtypes.bfloat16)
-    for name in PRESETS:
-        assert np.asarray(psum_over(mesh(tp=1), "tp", name)(x)).tobytes() == x[0].tobytes()
-
-
-@pytest.mark.parametrize("parts", [[448.0, 18.0], [200.0] * 4])
-@pytest.mark.parametrize("name", ["taco_block", "fp8", "int8"])
-def test_n16_sums_beyond_the_format_are_right(parts, name):
-    x = np.zeros((len(parts), 256), np.float32)
-    x[:, 5] = parts
-    y = psum_over(mesh(tp=len(parts)), "tp", name)(x)
-    assert float(y[5]) == pytest.approx(sum(parts), rel=0.09 if name == "taco_block" else 0.07)
-    chex.assert_tree_all_finite(y)
-
-
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("name", PRESETS)
-def test_n8_a_bad_value_of_one_rank_marks_its_block_on_every_rank(name, bad):
-    x = gaussian(4, 4 * 512)
-    x[2, 300] = bad
-    y = psum_over(mesh(tp=4), "tp", name)(x)
-    assert_equal_on_all_ranks(y)
-    marked = np.isnan(np.asarray(y))
-    np.testing.assert_array_equal(np.flatnonzero(marked), np.arange(256, 384))
-    assert snr_db(x.sum(0, dtype=np.float64)[~marked], np.asarray(y)[~marked]) > BUDGET[name] - 1
-
-
-def test_c3_parts_of_different_size_keep_their_own_precision():
-    """Rank r holds data * 10^r in a region of its own: each region's error is relative to its own size."""
-    x = np.zeros((4, 4, 1024), np.float32)
-    for rank in range(4):
-        x[rank, rank] = gaussian(1024, seed=rank) * 10.0 ** (3 * rank - 4)
-    y = np.asarray(psum_over(mesh(tp=4), "tp")(x))
-    for rank in range(4):
-        assert snr_db(x[rank, rank], y[rank]) > BUDGET["taco_block"] - 0.5
-
-
-@pytest.mark.parametrize(("name", "low", "high"), [("taco_block", 10.0, 15.0), ("int8", 22.0, 27.0)])
-def test_n17_partials_that_cancel_cost_what_they_must(name, low, high):
-    """|sum| = 0.3 |part| over 8 ranks: about 12 dB for e4m3, 24 dB for int8 (PAPER section 4, item 5)."""
-    x = gaussian(8, 64, 1024).astype(np.float64)
-    x -= x.mean(0)
-    total = gaussian(64, 1024, seed=9) * 0.3 * np.sqrt(np.mean(x**2))
-    x = (x + total / 8).astype(np.float32)
-    assert low < snr_db(x.astype(np.float64).sum(0), psum_over(mesh(tp=8), "tp", name)(x)) < high
-
-
-def test_c12_exact_values_with_scales_of_one_and_two():
-    """amax 448 and 896 with power-of-two scales: every value is on its rank's grid, and so is the sum."""
-    setting = Compression(Codec("e4m3", 32, scale_dtype="e8m0"), None, min_bytes=0)
-    x = np.zeros((2, 64), np.float32)
-    x[0, :3], x[1, :3] = [448, 4, 1], [896, 16, 2]
-    x[:, 32:35] = x[:, :3]
-    f = spmd(lambda x: taco_jax.psum(x[0], "tp", compression=setting), mesh(tp=2), P("tp"), P())
-    y = np.asarray(f(x))
-    # The sum's scale is 4: 1344 = 4 * 336 rounds to 4 * 320 or 352; 20 = 4 * 5 and 3 = 4 * 0.75 are exact.
-    np.testing.assert_array_equal(y[1:3], [20, 3])
-    assert abs(y[0] - 1344) <= 64
-    text = f.lower(x).compile().as_text()
-    assert collectives(text) == {("all-to-all", "u8"): 1, ("all-gather", "u8"): 1}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_chunks_change_no_bit(name):
-    x = gaussian(4, 1600)
-    whole, cut = (psum_over(mesh(tp=4), "tp", name, chunks=chunks)(x) for chunks in (1, 3))
-    chex.assert_trees_all_equal(whole, cut)
-    assert np.asarray(cut).tobytes() == np.asarray(psum_over(mesh(tp=4), "tp", name, chunks=3)(x)).tobytes()
-
-
-@pytest.mark.parametrize("shape", [(12, 100), (5, 7, 130), (4, 256)])
-@pytest.mark.parametrize("split_dim", [0, 1, -1])
-def test_split_dim_splits_one_axis_and_merges_none(shape, split_dim):
-    x = gaussian(4, *shape, seed=2)
-    setting = compression("int8")
-    f = spmd(lambda x: taco_jax.psum(x[0], "tp", compression=setting, split_dim=split_dim), mesh(tp=4), P("tp"), P())
-    y = f(x)
-    chex.assert_shape(y, shape)
-    assert snr_db(x.sum(0, dtype=np.float64), y) > BUDGET["int8"] - 1
-    assert_equal_on_all_ranks(y)
-
-
-def test_partial_manual_shard_map_is_right_and_sends_uint8():
-    """tp manual, dp left to XLA; it gathers what dp splits around any all_to_all (lax's too), so only types count."""
-    on = mesh(dp=2, tp=4)
-    x = gaussian(4, 8, 4, 256)
-    setting = compression("taco_block")
-    f = jax.jit(
-        jax.shard_map(
-            lambda x: taco_jax.psum(x[0], "tp", compression=setting, split_dim=1),
-            mesh=on,
-            in_specs=P("tp"),
-            out_specs=P(),
-            axis_names={"tp"},
+    def reduce(x, values):
+        rank = lax.axis_index("tp")
+        scaled = values * jnp.where(rank < 2, 1.0, 2.0)
+        return taco_jax.psum(x[0], "tp", compression=compression(FP8)), taco_jax.psum(
+            scaled, "tp", compression=compression(EXACT)
         )
-    )
-    for spec in (P("tp"), P("tp", "dp")):
-        placed = jax.device_put(x, jax.sharding.NamedSharding(on, spec))
-        assert snr_db(x.sum(0, dtype=np.float64), f(placed)) > BUDGET["taco_block"]
-        travelling = collectives(f.lower(placed).compile().as_text())
-        assert {dtype for _, dtype in travelling} == {"u8"}
-        if spec == P("tp"):
-            assert travelling == {("all-to-all", "u8"): 1, ("all-gather", "u8"): 1}
+
+    compiled = spmd(reduce, mesh(tp=4), (P("tp"), P()), P()).lower(small, values).compile()
+    ten, scaled = compiled(small, values)
+    chex.assert_shape(ten, (10,))
+    assert oracles.snr_db(small.sum(0), ten) >= 25
+    chex.assert_trees_all_equal(np.asarray(scaled), 6 * values)
+    assert {kind for _, kind in collectives(compiled.as_text())} == {"u8"}
 
 
 def test_several_axes_form_one_group_in_row_major_order():
-    x = gaussian(6, 1000)
-    on = mesh(a=2, b=3)
-    both, swapped = (psum_over(on, axes, "int8")(x) for axes in (("a", "b"), ("b", "a")))
-    for y in (both, swapped):
-        assert snr_db(x.sum(0, dtype=np.float64), y) > BUDGET["int8"]
-        assert_equal_on_all_ranks(y)
+    names, axes, x = ONE_OF_EACH, ("a", "b"), integers(6)
+
+    def both(x):
+        results = []
+        for call in (call_lax, lambda *args: call_taco(*args, compression=compression(EXACT))):
+            results.append(by_rank({name: call(name, x[0], axes) for name in names}, names))
+        backwards = taco_jax.psum(x[0], ("b", "a"), compression=compression(EXACT))
+        return (*results, backwards)
+
+    spec = {name: P() if is_invariant(name) else P(axes) for name in names}
+    call = spmd(both, mesh(a=2, b=3), P(axes), (spec, spec, P()))
+    exact, compressed, backwards = call(x)
+    chex.assert_trees_all_equal(exact, compressed)
+    chex.assert_trees_all_equal(exact["psum"], backwards)
 
 
-def test_pytrees_integers_and_small_messages():
-    on = mesh(tp=4)
-    setting = compression("taco_block", min_bytes=1024)
+def test_split_dim_gives_the_same_sum():
+    """Any axis, of any length, the last one included."""
+    x = np.random.default_rng(0).integers(-2, 3, (4, 5, 7, 33)).astype(np.float32)
+
+    def reduce(x):
+        return [taco_jax.psum(x[0], "tp", compression=compression(EXACT, chunks=2), split_dim=d) for d in (0, 1, -1)]
+
+    compiled = spmd(reduce, mesh(tp=4), P("tp"), P()).lower(x).compile()
+    for y in compiled(x):
+        chex.assert_trees_all_equal(np.asarray(y), x.sum(0))
+    assert {kind for _, kind in collectives(compiled.as_text())} == {"u8"}
+
+
+def test_partial_manual_moves_only_bytes():
+    """The axis that XLA shards by itself is not gathered when the split leaves it alone."""
+
+    def reduce(x):
+        return taco_jax.psum(x[0], "tp", compression=compression(EXACT), split_dim=1)
+
+    on = mesh(dp=2, tp=4)
+    call = spmd(reduce, on, P("tp"), P(), axis_names={"tp"})
+    x = np.random.default_rng(0).integers(-2, 3, (4, 6, 8, 64)).astype(np.float32)
+    sharded = jax.device_put(x, jax.NamedSharding(on, P("tp", "dp")))
+    compiled = call.lower(sharded).compile()
+    chex.assert_trees_all_equal(np.asarray(compiled(sharded)), x.sum(0))
+    assert set(collectives(compiled.as_text())) == {("all-to-all", "u8"), ("all-gather", "u8")}
+
+
+def test_trees_integers_empty_and_small_messages():
+    """Leaves go their own way: compressed, or exactly through lax."""
     x = {
-        "large": gaussian(4, 512),
-        "small": gaussian(4, 255),
-        "ids": np.arange(4 * 512, dtype=np.int32).reshape(4, 512),
+        "large": gaussian(4, 4096),
+        "bf16": (jnp.asarray(gaussian(4, 3, 700, seed=1), jnp.bfloat16), np.arange(8000).reshape(4, 2000)),
+        "small": gaussian(4, 100, seed=2),
+        "empty": np.zeros((4, 0, 8), np.float32),
     }
-    f = spmd(lambda x: taco_jax.psum(jax.tree.map(lambda a: a[0], x), "tp", compression=setting), on, P("tp"), P())
-    y = f(x)
-    want = spmd(lambda x: lax.psum(jax.tree.map(lambda a: a[0], x), "tp"), on, P("tp"), P())(x)
-    chex.assert_trees_all_equal({k: y[k] for k in ("small", "ids")}, {k: want[k] for k in ("small", "ids")})
-    assert not np.array_equal(y["large"], want["large"])
-    assert collectives(f.lower(x).compile().as_text())["all-to-all", "u8"] == 1
+
+    def reduce(x):
+        x = jax.tree.map(lambda leaf: leaf[0], x)
+        return taco_jax.psum(x, "tp", compression=compression(FP8, min_bytes=1024)), lax.psum(x, "tp")
+
+    compiled = spmd(reduce, mesh(tp=4), P("tp"), P()).lower(x).compile()
+    y, exact = compiled(x)
+    chex.assert_trees_all_equal_shapes_and_dtypes(y, exact)
+    for key in ("small", "empty"):
+        chex.assert_trees_all_equal(y[key], exact[key])
+    chex.assert_trees_all_equal(y["bf16"][1], exact["bf16"][1])
+    for a, b in ((exact["large"], y["large"]), (np.asarray(x["bf16"][0], np.float64).sum(0), y["bf16"][0])):
+        assert abs(oracles.snr_db(a, b) - 28.7) <= 0.5
+    assert collectives(compiled.as_text())["all-gather", "u8"] == 2
 
 
-def test_c15_alternating_shapes_are_fine():
-    on = mesh(tp=2)
-    f = psum_over(on, "tp", "taco_block", min_bytes=4096)
-    for columns in (8, 4096, 8, 2048, 4096):
-        x = gaussian(2, columns, seed=columns)
-        y = f(x)
-        assert snr_db(x.sum(0, dtype=np.float64), y) > (27 if columns >= 1024 else 120)
+def test_each_collective_moves_bytes_and_rounds_once():
+    """One rounding for all that move or scatter, two for sums; nothing wider than u8 on the wire."""
+    one, two = 31.8, 28.7
+    x = gaussian(4, 8, 4, 3 * 32)
+
+    def compressed(x):
+        return by_rank({name: call_taco(name, x[0], compression=compression(FP8)) for name in NAMES})
+
+    def exact(x):
+        return by_rank({name: call_lax(name, x[0]) for name in NAMES})
+
+    compiled = spmd(compressed, mesh(tp=4), P("tp"), specs()).lower(x).compile()
+    results, references = compiled(x), spmd(exact, mesh(tp=4), P("tp"), specs())(x)
+    for name, y in results.items():
+        expected = two if name in ("psum", "pmean") else one
+        assert abs(oracles.snr_db(references[name], y) - expected) <= 0.4, name
+    assert {kind for _, kind in collectives(compiled.as_text())} == {"u8"}
 
 
-def test_psum_of_a_replicated_array_adds_its_copies():
-    on = mesh(a=2, b=2)
-    x = gaussian(1000)
-    f = spmd(lambda x: taco_jax.psum(x, ("a", "b"), compression=compression("int8")), on, P(), P())
-    assert snr_db(4.0 * x, f(x)) > BUDGET["int8"]
+def test_exact_movement_carries_half_floats_as_integers():
+    """XLA:CPU would send them as f32."""
+    x = jnp.zeros((4, 8, 4, 3), jnp.bfloat16)
+    names = [name for name in NAMES if not name.startswith("ps") and name != "pmean"]
+
+    def move(x):
+        return by_rank({name: call_taco(name, x[0], compression=None) for name in names}, names)
+
+    compiled = spmd(move, mesh(tp=4), P("tp"), specs(names)).lower(x).compile()
+    assert {kind for _, kind in collectives(compiled.as_text())} == {"u16"}
 
 
-def one_hop(op, x, setting):
-    return {
-        "psum_scatter": lambda: taco_jax.psum_scatter(x, "tp", scatter_dimension=1, tiled=True, compression=setting),
-        "psum_scatter_drop": lambda: taco_jax.psum_scatter(x[:, :4], "tp", scatter_dimension=1, compression=setting),
-        "all_gather": lambda: taco_jax.all_gather(x, "tp", axis=1, tiled=True, compression=setting),
-        "all_gather_new": lambda: taco_jax.all_gather(x, "tp", axis=-1, compression=setting),
-        "all_to_all": lambda: taco_jax.all_to_all(
-            x, "tp", split_axis=1, concat_axis=2, tiled=True, compression=setting
-        ),
-        "all_to_all_swap": lambda: taco_jax.all_to_all(
-            x[:, :4], "tp", split_axis=1, concat_axis=0, compression=setting
-        ),
-        "ppermute": lambda: taco_jax.ppermute(x, "tp", perm=[(0, 1), (1, 2)], compression=setting),
-    }[op]()
+def test_pvary_is_the_identity():
+    x = gaussian(1, 8, 4)[0]
+
+    def enter(x):
+        return taco_jax.pvary(x, "tp", compression="int8")[None]
+
+    for check_vma in (True, False):
+        y = spmd(enter, mesh(tp=4), P(), P("tp"), check_vma)(x)
+        chex.assert_trees_all_equal(np.asarray(y), np.stack([x] * 4))
 
 
-def numpy_hop(op, x):
-    """The same on x[rank, ...] in float64."""
-    x = x.astype(np.float64)
-    ranks = range(len(x))
-    return {
-        "psum_scatter": lambda: np.split(x.sum(0), 4, axis=1),
-        "psum_scatter_drop": lambda: [x.sum(0)[:, r] for r in ranks],
-        "all_gather": lambda: [np.concatenate(list(x), axis=1)] * 4,
-        "all_gather_new": lambda: [np.stack(list(x), axis=-1)] * 4,
-        "all_to_all": lambda: [np.concatenate([np.split(x[s], 4, axis=1)[r] for s in ranks], axis=2) for r in ranks],
-        "all_to_all_swap": lambda: [np.stack([x[s][:, r] for s in ranks], axis=0) for r in ranks],
-        "ppermute": lambda: [np.zeros_like(x[0]), x[0], x[1], np.zeros_like(x[0])],
-    }[op]()
+def test_scopes_name_the_site_and_the_direction():
+    def loss(x):
+        h = taco_jax.pvary(x, "tp", compression=compression(FP8), name="mlp")
+        h = h * (1.0 + lax.axis_index("tp"))
+        y = taco_jax.psum(h, "tp", compression=compression(FP8), name="attention")
+        return jnp.sum(taco_jax.psum(h, "tp", compression="none", name="head") * y)
+
+    text = spmd(jax.grad(loss), mesh(tp=4), P(), P()).lower(np.ones(128, np.float32)).compile().as_text()
+    lines = [line for line in text.splitlines() if any(f" {op}(" in line for op in ("all-to-all", "all-gather"))]
+    assert any("taco.psum.attention.forward)" in line for line in lines)
+    assert any("taco.pvary.mlp.backward)" in line for line in lines)
+    assert all("taco.psum.attention.forward)" in line or "taco.pvary.mlp.backward)" in line for line in lines)
+    assert "taco.psum.head.forward)" in text
 
 
-OPS = (
-    "psum_scatter", "psum_scatter_drop", "all_gather", "all_gather_new", "all_to_all", "all_to_all_swap", "ppermute",
-)  # fmt: skip
+def trace(f, *args, in_specs=None, **axes):
+    """Type-check f under shard_map without compiling; arguments are split over tp = 4 unless told otherwise."""
+    in_specs = P("tp") if in_specs is None else in_specs
+    mapped = jax.shard_map(f, mesh=mesh(**(axes or {"tp": 4})), in_specs=in_specs, out_specs=P())
+    return jax.eval_shape(mapped, *args)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_one_hop_operations_against_numpy(op):
-    x = gaussian(4, 3, 8, 50, seed=7)
-    if op.endswith(("drop", "swap")):
-        x = x[:, :, :4]
-    for name, budget in (("none", 120.0), ("int8", 41.5), ("taco_block", 30.5)):
-        setting = compression(name)
-        f = spmd(lambda x, s=setting: one_hop(op, x[0], s)[None], mesh(tp=4), P("tp"), P("tp"))
-        got, want = np.asarray(f(x)), np.stack(numpy_hop(op, x))
-        chex.assert_shape(got, want.shape)
-        assert snr_db(want, got) > budget, name
-    assert {dtype for _, dtype in collectives(f.lower(x).compile().as_text())} == {"u8"}
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: taco_jax.psum(x, "tp", compression="taco"), r"an adaptive codec needs scales=init_scales\(\{'unn"),
+        (lambda x: taco_jax.psum(x, "tp", name="a.b"), "a site name holds no '.' and no '/', got 'a.b'"),
+        (lambda x: taco_jax.psum(x, "tp", compression="zip"), "no compression is called 'zip'"),
+        (lambda x: taco_jax.psum(x, "tp", compression=compression(FP8), split_dim=2), "split_dim=2 is out of range"),
+        (lambda x: taco_jax.pvary(x, "tp"), r"pvary 'unnamed': the array varies over \['tp'\] already"),
+        (lambda x: taco_jax.psum_scatter(x, "tp", scatter_dimension=2), "axis 2 is out of range for 2 axes"),
+        (lambda x: taco_jax.psum_scatter(x, "tp"), r"axis 0 of shape \(6, 8\) must be 4 \(or pass tiled=True\)"),
+        (lambda x: taco_jax.psum_scatter(x, "tp", tiled=True), r"axis 0 of shape \(6, 8\) must be a multiple of 4"),
+        (lambda x: taco_jax.all_gather(x, "tp", axis=3), "axis 3 is out of range for 3 axes"),
+        (lambda x: taco_jax.all_gather(x, "tp", to="reduced"), "to must be 'varying' or 'invarying', got 'reduced'"),
+        (lambda x: taco_jax.all_to_all(x, "tp", split_axis=0, concat_axis=0, tiled=True), "must be a multiple of 4"),
+        (lambda x: taco_jax.all_to_all(x, "tp", split_axis=1, concat_axis=2), "axis 2 is out of range for 2 axes"),
+    ],
+)
+def test_mistakes_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        trace(call, np.zeros((24, 8), np.float32))
 
 
-def test_all_gather_to_invarying_is_equal_on_all_ranks():
-    x = gaussian(4, 3, 50)
-    f = spmd(lambda x: taco_jax.all_gather(x[0], "tp", to="invarying"), mesh(tp=4), P("tp"), P())
-    y = f(x)
-    assert_equal_on_all_ranks(y)
-    assert len(copies(y)) == 4
-
-
-def test_exact_movement_carries_16_bit_floats_as_they_are():
-    x = gaussian(4, 8, 64, dtype=ml_dtypes.bfloat16)
-    for op in ("all_gather", "ppermute"):
-        f = spmd(lambda x, op=op: one_hop(op, x, compression("none")), mesh(tp=4), P("tp"), P("tp"))
-        assert {dtype for _, dtype in collectives(f.lower(x).compile().as_text())} == {"u16"}
-
-
-def raises(match, f, x=None, on=None, in_specs=None):
-    on = on or mesh(tp=4)
-    with pytest.raises(ValueError, match=match):
-        spmd(f, on, P("tp") if in_specs is None else in_specs, P())(gaussian(4, 8) if x is None else x)
-
-
-def test_mistakes_are_one_clear_line():
-    raises("adaptive codec needs scales", lambda x: taco_jax.psum(x, "tp", compression="taco"))
-    raises("no compression is called 'tacos'", lambda x: taco_jax.psum(x, "tp", compression="tacos"))
-    raises("must be a multiple of 4", lambda x: taco_jax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True))
-    raises("out of range", lambda x: taco_jax.all_gather(x, "tp", axis=5))
-    raises("'varying' or 'invarying'", lambda x: taco_jax.all_gather(x, "tp", to="elsewhere"))
-    raises("holds no '.'", lambda x: taco_jax.psum(x, "tp", name="layer.1"))
-    raises("varies over", lambda x: taco_jax.pvary(x, "tp"))
-    both = mesh(a=2, b=2)
-    raises(r"varies over \('a',\) only", lambda x: taco_jax.psum(x, ("a", "b")), on=both, in_specs=P("a"))
-    scales, setting = taco_jax.init_scales({"s": "taco"})["s"], compression("taco")
-    raises("shape", lambda x: taco_jax.psum(x, "tp", compression=setting, scales=scales[None]))
-    varied = lambda x: taco_jax.psum(x, "tp", compression=setting, scales=scales + lax.axis_index("tp"))  # noqa: E731
-    raises("scales vary", varied)
-
-
-def test_float64_is_refused_unless_exact():
+def test_float64_is_refused_unless_sent_exactly():
     with jax.enable_x64(True):
-        raises("float64 is not compressed", lambda x: taco_jax.psum(x, "tp"), gaussian(4, 8, dtype=np.float64))
+        x = np.zeros((4, 8))
+        with pytest.raises(ValueError, match="float64 is not compressed"):
+            trace(lambda x: taco_jax.psum(x, "tp"), x)
+        assert trace(lambda x: taco_jax.psum(x, "tp", compression="none"), x).dtype == np.float64
 
 
-@pytest.mark.parametrize("columns", [1, 127, 1600, 3584, 6283, 13696])
-def test_n14_awkward_widths_keep_shape_and_dtype(columns):
-    x = gaussian(4, 2, columns, dtype=ml_dtypes.bfloat16)
-    y = psum_over(mesh(tp=4), "tp", "taco_block")(x)
-    chex.assert_shape(y, (2, columns))
-    assert y.dtype == jnp.bfloat16
-    if columns > 1:
-        assert snr_db(x.astype(np.float64).sum(0), y) > 26.0
+def test_an_array_that_varies_over_some_axes_only_is_refused():
+    x = np.zeros((8, 8), np.float32)
+    with pytest.raises(ValueError, match=r"psum 'mlp' over \('dp', 'tp'\): the array varies over \('tp',\) only"):
+        trace(lambda x: taco_jax.psum(x, ("dp", "tp"), name="mlp"), x, dp=2, tp=4)
+    # Fully invariant arrays count once per rank, as in lax.
+    trace(lambda x: taco_jax.psum(x, ("dp", "tp")), x, in_specs=P(), dp=2, tp=4)
+
+
+def test_scales_must_be_one_sites_and_equal_on_all_ranks():
+    x, scales = np.zeros((4, 8), np.float32), taco_jax.init_scales({"mlp": "taco"}, stack=(4,))["mlp"]
+    options = {"compression": Compression.named("taco", min_bytes=0), "name": "mlp"}
+    with pytest.raises(ValueError, match=r"scales of one call have shape \(2, 2, 5\), got \(4, 2, 2, 5\)"):
+        trace(lambda x, s: taco_jax.psum(x, "tp", scales=s, **options), x, scales, in_specs=(P("tp"), P()))
+    with pytest.raises(ValueError, match=r"scales vary over \['tp'\]"):
+        trace(lambda x, s: taco_jax.psum(x, "tp", scales=s[0], **options), x, scales)

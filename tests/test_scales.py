@@ -1,162 +1,247 @@
-"""Dual-scale quantization: what a step observes, and how alpha follows it."""
+"""What is observed of the messages, and how the scales follow."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
+from codec_cases import COLUMNS, INT8, RANKS, TACO, decode, encode, gaussian, reduce
+from collective_cases import compression
+from jax import lax
 from meshes import P, assert_equal_on_all_ranks, mesh, spmd
 
 import taco_jax
-from taco_jax.scales import (
-    ALPHA,
-    ALPHA_OCTAVES,
-    COUNT,
-    MEAN_SQUARE,
-    NONFINITE,
-    SATURATED,
-    SKIPPED,
-    SUM_SQUARES,
-    UPDATES,
+from taco_jax import Codec, SitePair
+from taco_jax.scales import alpha_for
+
+ALPHA, MEAN_SQUARE, UPDATES, SKIPPED, MEAN_ERROR = range(5)
+SUM_SQUARES, COUNT, SATURATED, NONFINITE, SUM_ERROR = range(5)
+
+
+def state(alphas=1.0):
+    """A fresh state with these alphas [2, 2] (direction, hop)."""
+    return taco_jax.init_scales({"a": "taco"})["a"].at[..., ALPHA].set(jnp.asarray(alphas, jnp.float32))
+
+
+def seen(mean_square, count=1000.0, saturated=0.0, nonfinite=0.0, error=0.0):
+    """The same observation in every direction and hop."""
+    slots = jnp.asarray([mean_square * count, count, saturated, nonfinite, error * count], jnp.float32)
+    return jnp.broadcast_to(slots, (2, 2, 5))
+
+
+update = jax.jit(lambda state, seen: taco_jax.update_scales({"a": state}, {"a": seen}, axis_name=None))
+
+
+def follow(state, *observations):
+    for observation in observations:
+        new, _ = update(state, observation)
+        state = new["a"]
+    return np.asarray(state)
+
+
+def observe_by_oracle(xs, codec, alphas):
+    """[2 hops, 5] of one all-reduce of xs[n, size]: every rank's message, and the sum's parts."""
+    rows = oracles.pad(np.asarray(xs, np.float64), codec.block * len(xs))
+    q, s = oracles.encode(rows, codec, alphas[0])
+    hops = [oracles.rotate(oracles.blocks(rows, codec), codec), (q * s).sum(0)]
+    observed = []
+    for values, alpha, count in zip(hops, alphas, (xs.size, xs[0].size), strict=True):
+        q, s = oracles.code(values, codec, alpha)
+        z = (values * alpha).clip(-codec.qmax, codec.qmax)
+        saturated = (np.abs(values * alpha) > codec.qmax * 1.0001).sum()
+        observed.append([np.square(z).sum(), count, saturated, 0, np.square((values - q * s) * alpha).sum()])
+    return np.asarray(observed)
+
+
+def test_observation_is_that_of_the_oracle():
+    """Forward by psum, backward by pvary, over dp replicas; the plain array and the pair see the same."""
+    codec, alphas = TACO, np.array([[2.0, 1.0], [0.5, 0.25]])
+    options = {"compression": compression(codec, chunks=2), "name": "site"}
+    size, dp, tp = 1000, 2, 3
+
+    def loss(scales, x, w, ct):
+        h = taco_jax.pvary(x, "tp", scales=scales, **options) * w
+        return jnp.vdot(taco_jax.psum(h, "tp", scales=scales, **options), ct)
+
+    def observe(scales, x, w, ct):
+        x, w, ct = x[0], w[0], ct[0]
+        plain = jax.grad(loss)(scales, x, w, ct)
+        states, probes = taco_jax.split_scales({"a": scales}, ("dp", "tp"))
+        local = jax.grad(lambda probe: loss(SitePair(states["a"], probe), x, w, ct))(probes["a"])
+        _, metrics = taco_jax.update_scales({"a": scales}, {"a": local}, axis_name=("dp", "tp"))
+        updates = [
+            taco_jax.update_scales({"a": scales}, {"a": seen}, axis_name=("dp", "tp"))[0]["a"]
+            for seen in (plain, local)
+        ]
+        return plain, lax.psum(local, ("dp", "tp")), updates, metrics
+
+    x, w, ct = gaussian(dp, size), gaussian(dp * tp, size, seed=1), gaussian(dp, size, seed=2)
+    w[1, 5] = 4000.0
+    call = spmd(observe, mesh(dp=dp, tp=tp), (P(), P("dp"), P(("dp", "tp")), P("dp")), P())
+    plain, pair, updates, metrics = call(state(alphas), x, w, ct)
+    assert_equal_on_all_ranks((plain, pair, updates, metrics))
+    chex.assert_trees_all_close(plain, pair, rtol=1e-5)
+    chex.assert_trees_all_close(*updates, rtol=1e-5)
+    w = w.reshape(dp, tp, size)
+    forward = sum(observe_by_oracle(x[d] * w[d], codec, alphas[0]) for d in range(dp))
+    backward = sum(observe_by_oracle(ct[d] * w[d], codec, alphas[1]) for d in range(dp))
+    for observed, expected in zip(np.asarray(pair), (forward, backward), strict=True):
+        assert expected[0, COUNT] == dp * tp * size and expected[1, COUNT] == dp * size
+        chex.assert_trees_all_equal(observed[:, COUNT : NONFINITE + 1], expected[:, COUNT : NONFINITE + 1].astype("f4"))
+        chex.assert_trees_all_close(observed[:, SUM_SQUARES], expected[:, SUM_SQUARES], rtol=1e-4)
+        chex.assert_trees_all_close(observed[:, SUM_ERROR], expected[:, SUM_ERROR], rtol=2e-2)
+    assert pair[0, 0, SATURATED] > 0
+    chex.assert_trees_all_close(
+        float(metrics["saturation"]), float(pair[..., SATURATED].sum() / pair[..., COUNT].sum()), rtol=1e-5
+    )
+
+
+def test_one_hop_collectives_fill_one_hop_and_block_codecs_observe_too():
+    """Both directions of each; the SNR read from the observation is that of the result."""
+    x = gaussian(4, 8, 512)
+    codec = compression(INT8)
+    calls = {
+        "psum_scatter": lambda x, s: taco_jax.psum_scatter(x, "tp", tiled=True, compression=codec, scales=s),
+        "all_gather": lambda x, s: taco_jax.all_gather(x, "tp", compression=codec, scales=s),
+        "all_to_all": lambda x, s: taco_jax.all_to_all(
+            x, "tp", split_axis=0, concat_axis=0, tiled=True, compression=codec, scales=s
+        ),
+        "ppermute": lambda x, s: taco_jax.ppermute(
+            x, "tp", perm=[(i, (i + 1) % 4) for i in range(4)], compression=codec, scales=s
+        ),
+    }
+    scales = taco_jax.init_scales(dict.fromkeys(calls, codec))
+
+    def observe(scales, x):
+        def loss(scales):
+            return sum(jnp.sum(jnp.sin(call(x[0], scales[name]))) for name, call in calls.items())
+
+        seen = jax.grad(loss)(scales)
+        return seen, taco_jax.update_scales(scales, seen, axis_name="tp")
+
+    seen, (new, metrics) = spmd(observe, mesh(tp=4), (P(), P("tp")), P())(scales, x)
+    for name, observed in seen.items():
+        sizes = {"psum_scatter": (x.size, x.size / 4), "all_gather": (x.size, 4 * x.size)}
+        expected = sizes.get(name, (x.size, x.size))
+        assert [float(count) for count in observed[:, 0, COUNT]] == list(expected), name
+        assert not np.asarray(observed)[:, 1].any() and not np.asarray(observed)[..., NONFINITE].any()
+        chex.assert_trees_all_close(float(observed[0, 0, SUM_SQUARES]), float(np.square(x).sum()), rtol=1e-4)
+        for label in ("forward", "backward"):
+            assert abs(float(metrics[f"snr_{label}/{name}"]) - 43.8) <= 1.0
+        chex.assert_trees_all_equal(new[name][:, 1], scales[name][:, 1])
+        assert (new[name][:, 0, UPDATES] == 1).all()
+
+
+def test_init_gives_a_state_to_compressed_sites_only():
+    sites = {"mlp": "taco", "head": "none", "int8": "int8"}
+    scales = taco_jax.init_scales(sites, stack=(3,))
+    assert sorted(scales) == ["int8", "mlp"]
+    chex.assert_shape(list(scales.values()), (3, 2, 2, 5))
+    expected = np.zeros((3, 2, 2, 5), np.float32)
+    expected[..., ALPHA] = 1
+    chex.assert_trees_all_equal(np.asarray(scales["mlp"]), expected)
+
+
+@pytest.mark.parametrize("rms", [1e-30, 1e-3, 0.9, 1.0, 3.0, 1e5])
+def test_the_first_observation_sets_alpha(rms):
+    new = follow(state(), seen(max(rms**2, 2.0**-120)))
+    alpha = new[0, 0, ALPHA]
+    assert np.frexp(alpha)[0] == 0.5
+    assert 2**0.5 <= alpha * max(rms, 2.0**-60) <= 2**1.5 * (1 + 1e-6)
+    assert (new[..., UPDATES] == 1).all()
+    # The average is in the unit of the alpha that goes with it.
+    chex.assert_trees_all_close(new[0, 0, MEAN_SQUARE], (alpha * max(rms, 2.0**-60)) ** 2, rtol=1e-5)
+
+
+def test_alpha_stays_within_the_hysteresis_and_follows_the_average_beyond():
+    settled = follow(state(), seen(4.0))
+    assert settled[0, 0, ALPHA] == 1.0
+    within = follow(settled, *[seen(4.0 * 2**1.4)] * 30)
+    assert within[0, 0, ALPHA] == 1.0 and within[0, 0, UPDATES] == 31
+    once = follow(settled, seen(4.0 * 2**6))
+    chex.assert_trees_all_close(once[0, 0, MEAN_SQUARE] / once[0, 0, ALPHA] ** 2, 0.9 * 4 + 0.1 * 4 * 2**6, rtol=1e-5)
+    beyond = follow(settled, *[seen(4.0 * 2**-2.0)] * 60)
+    assert beyond[0, 0, ALPHA] == 2.0
+    chex.assert_trees_all_close(beyond[0, 0, MEAN_SQUARE], 4.0 * 4 * 2**-2.0, rtol=0.01)
+
+
+def test_saturation_and_vanishing_are_followed_at_once():
+    settled = follow(state(), *[seen(4.0)] * 20)
+    assert follow(settled, seen(4.0 * 2**8))[0, 0, ALPHA] == 2.0**-1
+    assert follow(settled, seen(4.0 * 2**8, saturated=1))[0, 0, ALPHA] == 2.0**-4
+    assert follow(settled, seen(4.0 * 2**-16))[0, 0, ALPHA] == 1.0
+    assert follow(settled, seen(4.0 * 2**-24))[0, 0, ALPHA] == 2.0**12
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [seen(4.0 * 2**12, nonfinite=1), seen(np.inf), seen(np.nan), seen(4.0, error=np.nan)],
+    ids=["nonfinite", "inf", "nan", "error"],
 )
-
-TACO = taco_jax.Compression.named("taco", min_bytes=0)
-
-
-def site(alpha: float = 1.0, mean_square: float = 0.0, updates: int = 0) -> jax.Array:
-    state = taco_jax.init_scales({"s": TACO})["s"]
-    return state.at[..., ALPHA].set(alpha).at[..., MEAN_SQUARE].set(mean_square).at[..., UPDATES].set(updates)
+def test_a_non_finite_observation_is_skipped_and_counted(observation):
+    settled = follow(state(), seen(4.0))
+    skipped = follow(settled, observation)
+    settled[..., SKIPPED] += 1
+    chex.assert_trees_all_equal(skipped, settled)
 
 
-def observation(rms: float, count: int = 1000, saturated: int = 0, nonfinite: int = 0) -> jax.Array:
-    """What a site reports in all directions and hops when alpha x has this RMS."""
-    seen = jnp.zeros((2, 2, 5), jnp.float32).at[..., SUM_SQUARES].set(np.float32(rms) ** 2 * count)
-    return seen.at[..., COUNT].set(count).at[..., SATURATED].set(saturated).at[..., NONFINITE].set(nonfinite)
+@pytest.mark.parametrize("observation", [seen(0.0), seen(0.0, count=0.0)], ids=["zeros", "nothing"])
+def test_zeros_and_silence_change_nothing(observation):
+    settled = follow(state(), seen(4.0))
+    chex.assert_trees_all_equal(follow(settled, observation), settled)
 
 
-def follow(state: jax.Array, seen: jax.Array) -> jax.Array:
-    return taco_jax.update_scales({"s": state}, {"s": seen}, axis_name=None)[0]["s"]
+def test_sites_directions_and_hops_follow_on_their_own():
+    observation = seen(4.0).at[1, 0, SUM_SQUARES].mul(2.0**10).at[0, 1, NONFINITE].set(1)
+    new, metrics = update(state(), observation)
+    alphas = np.asarray(new["a"][..., ALPHA])
+    chex.assert_trees_all_equal(alphas, np.array([[1.0, 1.0], [2.0**-5, 1.0]], np.float32))
+    assert new["a"][0, 1, SKIPPED] == 1 and new["a"][0, 0, SKIPPED] == 0
+    assert float(metrics["nonfinite"]) == 1
 
 
-@pytest.mark.parametrize(("rms", "octaves"), [(2.0, 0), (2.0**-9, 10), (2.0**7, -6), (3.0, -1), (1.3, 1)])
-def test_the_first_observation_is_adopted_at_once(rms, octaves):
-    # round(1 - log2(rms)): log2(3) = 1.58 gives -0.58, log2(1.3) = 0.38 gives 0.62.
-    state = follow(site(), observation(rms))
-    chex.assert_trees_all_equal(state[..., ALPHA], jnp.full((2, 2), 2.0**octaves))
-    chex.assert_trees_all_close(state[..., MEAN_SQUARE], jnp.full((2, 2), (rms * 2.0**octaves) ** 2), rtol=1e-5)
-    chex.assert_trees_all_equal(state[..., UPDATES], jnp.ones((2, 2)))
+@pytest.mark.parametrize("magnitude", [1e-37, 1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30, 1e37])
+@pytest.mark.parametrize("codec", [TACO, Codec("e5m2", 64, scale="adaptive")], ids=["taco", "e5m2"])
+def test_alpha_finds_any_magnitude_and_the_error_is_the_same(codec, magnitude):
+    """From a blind alpha of 1, by observations alone: a power of two, and the SNR that unit values have."""
+    parts = (gaussian(RANKS, COLUMNS, seed=1).clip(-3, 3) * magnitude).astype(np.float32)
+    current = state()
+    for _ in range(20):
+        alphas = current[0, :, ALPHA]
+        messages, first = encode(parts, codec, alphas[0])
+        message, second = reduce(messages, codec, alphas, jnp.float32)
+        both = jnp.stack([first.at[COUNT].set(parts.size), second.at[COUNT].set(COLUMNS)])
+        new, _ = update(current, jnp.stack([both, both]))
+        current = new["a"]
+        if np.array_equal(current[0, :, ALPHA], alphas):
+            break
+    else:
+        pytest.fail(f"alpha still moves: {current[0, :, ALPHA]}")
+    assert (np.frexp(np.asarray(current[..., ALPHA]))[0] == 0.5).all()
+    decoded = decode(message, codec, alphas[1], jnp.float32)
+    expected = {"e4m3": 28.4, "e5m2": 22.5}[codec.format]
+    assert abs(oracles.snr_db(parts.astype(np.float64).sum(0), decoded) - expected) <= 1.0
 
 
-def test_small_changes_move_nothing_and_lasting_ones_do():
-    state = site(alpha=8.0, mean_square=4.0, updates=1)
-    state = follow(state, observation(2.8))  # half an octave up, and only a tenth of it enters the average
-    chex.assert_trees_all_equal(state[..., ALPHA], jnp.full((2, 2), 8.0))
-    chex.assert_trees_all_close(state[..., MEAN_SQUARE], jnp.full((2, 2), 0.9 * 4.0 + 0.1 * 2.8**2), rtol=1e-6)
-    for _ in range(60):
-        state = follow(state, observation(8.0 * float(state[0, 0, ALPHA]) / 8.0))
-    chex.assert_trees_all_equal(state[..., ALPHA], jnp.full((2, 2), 2.0))
+def test_alpha_for_brings_the_rms_to_the_target():
+    x = gaussian(4096)
+    for k in (-120, -60, 0, 60, 120):
+        alpha = float(alpha_for(jnp.asarray(np.ldexp(x, k))))
+        assert alpha == 2.0 ** (1 - k)
+    for edge in (np.zeros(8), np.full(8, np.nan), np.full(8, np.inf), np.zeros(0)):
+        assert float(alpha_for(jnp.asarray(edge, jnp.float32))) == 1.0
 
 
-def test_saturation_is_followed_at_once():
-    calm = follow(site(8.0, 4.0, 5), observation(64.0))
-    alarmed = follow(site(8.0, 4.0, 5), observation(64.0, saturated=1))
-    # Without saturation the average rises to 0.9 * 4 + 0.1 * 4096 = 413, an RMS of 20: 3.3 octaves too much.
-    chex.assert_trees_all_equal(calm[..., ALPHA], jnp.full((2, 2), 1.0))
-    chex.assert_trees_all_equal(alarmed[..., ALPHA], jnp.full((2, 2), 8.0 * 2.0**-5))
-
-
-def test_non_finite_observations_are_skipped_and_counted():
-    before = site(8.0, 4.0, 5)
-    for seen in (observation(64.0, nonfinite=1), observation(jnp.inf), observation(jnp.nan)):
-        after = follow(before, seen)
-        chex.assert_trees_all_equal(after, before.at[..., SKIPPED].set(1.0))
-
-
-@pytest.mark.parametrize("seen", [observation(1.0, count=0), observation(0.0)])
-def test_nothing_sent_and_only_zeros_change_nothing(seen):
-    chex.assert_trees_all_equal(follow(site(8.0, 4.0, 5), seen), site(8.0, 4.0, 5))
-
-
-def test_alpha_stays_a_normal_power_of_two():
-    small, large = site(2.0**120), site(2.0**-120)
-    for _ in range(4):
-        small, large = follow(small, observation(2.0**-10)), follow(large, observation(2.0**8, saturated=1))
-    assert float(small[0, 0, ALPHA]) == 2.0 ** ALPHA_OCTAVES[1]
-    assert float(large[0, 0, ALPHA]) == 2.0 ** ALPHA_OCTAVES[0]
-
-
-@pytest.mark.parametrize("exponent", [-110, 0, 110])
-def test_alpha_follows_data_of_any_size_from_one(exponent):
-    x = (np.random.default_rng(0).standard_normal((4, 4096)) * 2.0**exponent).astype(np.float32)
-    state = site()
-
-    def loss(x, scales):
-        return jnp.sum(taco_jax.psum(x, "tp", compression=TACO, scales=scales))
-
-    observe = spmd(jax.grad(loss, argnums=1), mesh(tp=4), (P("tp"), P()), P())
-    total = spmd(lambda x, s: taco_jax.psum(x, "tp", compression=TACO, scales=s), mesh(tp=4), (P("tp"), P()), P())
-    for _ in range(30):
-        state = follow(state, observe(x, state))
-    want = np.sum(x.astype(np.float64), axis=0)
-    error = np.asarray(total(x, state), np.float64)[0] - want
-    assert 10 * np.log10(np.sum(want**2) / np.sum(error**2)) > 28.0
-
-
-def test_a_step_observes_sums_and_counts_of_both_hops_and_directions():
-    """x is summed (forward) and its input's cotangent is (backward): moments as NumPy has them."""
-    rng = np.random.default_rng(1)
-    x, w = rng.standard_normal((4, 8, 300)).astype(np.float32), rng.standard_normal((4, 300)).astype(np.float32)
-
-    def loss(scales, x, w):
-        def step(carry, _):
-            h = taco_jax.pvary(carry, "tp", compression=TACO, scales=scales["in"], name="in") * w[0]
-            y = taco_jax.psum(h * x[0], "tp", compression=TACO, scales=scales["out"], name="out")
-            return 0 * y + carry, jnp.sum(y)
-
-        step = jax.checkpoint(step, policy=taco_jax.save_payloads(), prevent_cse=False)
-        return jnp.sum(jax.lax.scan(step, jnp.ones((8, 300)), None, length=3)[1])
-
-    scales = taco_jax.init_scales({"in": TACO, "out": TACO})
-    for check_vma in (True, False):
-        inside = spmd(jax.grad(loss), mesh(tp=4), (P(), P("tp"), P("tp")), P(), check_vma)
-        if check_vma:
-            seen = inside(scales, x, w)
-            assert_equal_on_all_ranks(seen)
-        else:  # each rank keeps its own; update_scales adds them
-            local = spmd(
-                lambda s, x, w: jax.tree.map(lambda g: jax.lax.psum(g, "tp"), jax.grad(loss)(s, x, w)),
-                mesh(tp=4), (P(), P("tp"), P("tp")), P(), False,
-            )  # fmt: skip
-            seen = local(scales, x, w)
-        parts = (x * w[:, None]).astype(np.float64)
-        out = np.asarray(seen["out"][0])
-        np.testing.assert_allclose(out[0, SUM_SQUARES], 3 * np.sum(parts**2), rtol=1e-3)
-        np.testing.assert_allclose(out[1, SUM_SQUARES], 3 * np.sum(parts.sum(0) ** 2), rtol=2e-2)
-        np.testing.assert_array_equal(out[:, COUNT], [3 * parts.size, 3 * parts.size / 4])
-        if check_vma:  # where JAX tracks varying axes the backward all-reduce stands in pvary
-            back = np.asarray(seen["in"][1])
-            np.testing.assert_allclose(back[0, SUM_SQUARES], 3 * np.sum(parts**2), rtol=1e-3)
-            np.testing.assert_allclose(back[1, SUM_SQUARES], 3 * np.sum(parts.sum(0) ** 2), rtol=2e-2)
-
-
-def test_a_pair_observes_what_a_plain_array_does_and_update_adds_over_ranks():
-    x = np.random.default_rng(2).standard_normal((8, 2048)).astype(np.float32)
-    scales = taco_jax.init_scales({"s": TACO})
-
-    def summed(x, scales):
-        return jnp.sum(jnp.square(taco_jax.psum(x, "tp", compression=TACO, scales=scales)))
-
-    def plain(x, scales):
-        seen = jax.grad(lambda s: jax.lax.psum(summed(x, s["s"]), "dp"))(scales)
-        return taco_jax.update_scales(scales, seen, axis_name=("dp", "tp"))[0]
-
-    def paired(x, scales):
-        states, probes = taco_jax.split_scales(scales, ("dp", "tp"))
-        seen = jax.grad(lambda p: summed(x, taco_jax.SitePair(states["s"], p["s"])))(probes)
-        return taco_jax.update_scales(scales, seen, axis_name=("dp", "tp"))[0]
-
-    on = mesh(dp=2, tp=4)
-    one, other = (spmd(f, on, (P(("dp", "tp")), P()), P())(x, scales) for f in (plain, paired))
-    chex.assert_trees_all_close(one, other, rtol=1e-6)
-    assert float(one["s"][0, 0, UPDATES]) == 1.0 and float(one["s"][0, 0, ALPHA]) == 2.0
-    assert_equal_on_all_ranks(other)
+def test_metrics_give_the_snr_of_both_hops():
+    """Noise of hop 1 in the unit of hop 2, plus that of hop 2, against the signal of hop 2."""
+    observation = seen(4.0)
+    observation = observation.at[0, :, SUM_ERROR].set(jnp.asarray([1.0, 2.0])).at[1, 1].set(0.0)
+    observation = observation.at[1, 0, SUM_ERROR].set(4.0)
+    scales = {"a": state([[4.0, 2.0], [1.0, 1.0]]), "b": state()}
+    _, metrics = taco_jax.update_scales(scales, {"a": observation, "b": jnp.zeros((2, 2, 5))}, axis_name=None)
+    chex.assert_trees_all_close(float(metrics["snr_forward/a"]), 10 * np.log10(4000 / (1.0 / 4 + 2.0)), rtol=1e-5)
+    chex.assert_trees_all_close(float(metrics["snr_backward/a"]), 10 * np.log10(4000 / 4.0), rtol=1e-5)
+    assert np.isnan(metrics["snr_forward/b"])
+    chex.assert_trees_all_close(metrics["snr_forward"], metrics["snr_forward/a"])
+    assert taco_jax.update_scales({}, {}, axis_name=None)[0] == {}
