@@ -129,7 +129,8 @@ def _follow(state: DualScale, seen: jax.Array, decay: float) -> DualScale:
     sound = (seen[..., NONFINITE] == 0) & jnp.isfinite(ms) & jnp.isfinite(error)
     usable = sound & (seen[..., COUNT] > 0) & (ms > 0)
     first = state[..., UPDATES] == 0
-    at_once = first | (seen[..., SATURATED] > 0) | (ms < VANISHED_MEAN_SQUARE)
+    vanished = ms < VANISHED_MEAN_SQUARE
+    at_once = first | (seen[..., SATURATED] > 0) | vanished
     average = jnp.where(at_once, ms, decay * old + (1 - decay) * ms)
     average_error = jnp.where(at_once, error, decay * state[..., MEAN_ERROR] + (1 - decay) * error)
     off = TARGET_LOG2_RMS - 0.5 * jnp.log2(jnp.where(usable, average, 1.0))
@@ -142,7 +143,8 @@ def _follow(state: DualScale, seen: jax.Array, decay: float) -> DualScale:
         [
             jnp.ldexp(alpha, octaves),
             average * unit,
-            state[..., UPDATES] + 1,
+            # What vanished shows that alpha is too small, not by how much: the next one counts as the first.
+            jnp.where(vanished, 0.0, state[..., UPDATES] + 1),
             state[..., SKIPPED],
             average_error * unit,
         ],

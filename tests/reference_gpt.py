@@ -37,9 +37,7 @@ def logits(parameters, tokens, vocab_size):
     """tokens[B, S] -> [B, S, vocab_size] in the dtype of the parameters."""
     table = parameters["embedding"]["embedding"]
     x = table[tokens] + parameters["positions"]["embedding"][: tokens.shape[1]]
-    layers = parameters["layers"]
-    for i in range(layers["mlp_norm"]["scale"].shape[0]):
-        x = _layer(x, jax.tree.map(lambda a, i=i: a[i], layers))
+    x, _ = jax.lax.scan(lambda x, layer: (_layer(x, layer), None), x, parameters["layers"])
     x = _norm(x, parameters["norm"])
     head = parameters["head"]["kernel"] if "head" in parameters else table
     return x @ head[:vocab_size].T

@@ -37,7 +37,14 @@ def follow(state, *observations):
     for observation in observations:
         new, _ = update(state, observation)
         state = new["a"]
-    return np.asarray(state)
+    return np.array(state)
+
+
+def follow_values(state, rms, steps):
+    """As `follow`, of values with this root mean square."""
+    for _ in range(steps):
+        state = follow(state, seen((state[0, 0, ALPHA] * rms) ** 2))
+    return state
 
 
 def observe_by_oracle(xs, codec, alphas):
@@ -77,7 +84,7 @@ def test_observation_is_that_of_the_oracle():
         return plain, lax.psum(local, ("dp", "tp")), updates, metrics
 
     x, w, ct = gaussian(dp, size), gaussian(dp * tp, size, seed=1), gaussian(dp, size, seed=2)
-    w[1, 5] = 4000.0
+    w[1, 5] = 40000.0
     call = spmd(observe, mesh(dp=dp, tp=tp), (P(), P("dp"), P(("dp", "tp")), P("dp")), P())
     plain, pair, updates, metrics = call(state(alphas), x, w, ct)
     assert_equal_on_all_ranks((plain, pair, updates, metrics))
@@ -88,7 +95,9 @@ def test_observation_is_that_of_the_oracle():
     backward = sum(observe_by_oracle(ct[d] * w[d], codec, alphas[1]) for d in range(dp))
     for observed, expected in zip(np.asarray(pair), (forward, backward), strict=True):
         assert expected[0, COUNT] == dp * tp * size and expected[1, COUNT] == dp * size
-        chex.assert_trees_all_equal(observed[:, COUNT : NONFINITE + 1], expected[:, COUNT : NONFINITE + 1].astype("f4"))
+        chex.assert_trees_all_equal(observed[:, SATURATED : NONFINITE + 1], expected[:, SATURATED : NONFINITE + 1])
+        # A rank's share of the sum is 333 1/3 values.
+        chex.assert_trees_all_close(observed[:, COUNT], expected[:, COUNT], rtol=1e-6)
         chex.assert_trees_all_close(observed[:, SUM_SQUARES], expected[:, SUM_SQUARES], rtol=1e-4)
         chex.assert_trees_all_close(observed[:, SUM_ERROR], expected[:, SUM_ERROR], rtol=2e-2)
     assert pair[0, 0, SATURATED] > 0
@@ -112,10 +121,12 @@ def test_one_hop_collectives_fill_one_hop_and_block_codecs_observe_too():
         ),
     }
     scales = taco_jax.init_scales(dict.fromkeys(calls, codec))
+    ct = gaussian(4 * x.size, seed=1)
 
     def observe(scales, x):
         def loss(scales):
-            return sum(jnp.sum(jnp.sin(call(x[0], scales[name]))) for name, call in calls.items())
+            y = {name: call(x[0], scales[name]).reshape(-1) for name, call in calls.items()}
+            return sum(jnp.vdot(part, ct[: part.size]) for part in y.values())
 
         seen = jax.grad(loss)(scales)
         return seen, taco_jax.update_scales(scales, seen, axis_name="tp")
@@ -149,7 +160,7 @@ def test_the_first_observation_sets_alpha(rms):
     alpha = new[0, 0, ALPHA]
     assert np.frexp(alpha)[0] == 0.5
     assert 2**0.5 <= alpha * max(rms, 2.0**-60) <= 2**1.5 * (1 + 1e-6)
-    assert (new[..., UPDATES] == 1).all()
+    assert (new[..., UPDATES] == (rms >= 2.0**-8)).all()
     # The average is in the unit of the alpha that goes with it.
     chex.assert_trees_all_close(new[0, 0, MEAN_SQUARE], (alpha * max(rms, 2.0**-60)) ** 2, rtol=1e-5)
 
@@ -161,17 +172,20 @@ def test_alpha_stays_within_the_hysteresis_and_follows_the_average_beyond():
     assert within[0, 0, ALPHA] == 1.0 and within[0, 0, UPDATES] == 31
     once = follow(settled, seen(4.0 * 2**6))
     chex.assert_trees_all_close(once[0, 0, MEAN_SQUARE] / once[0, 0, ALPHA] ** 2, 0.9 * 4 + 0.1 * 4 * 2**6, rtol=1e-5)
-    beyond = follow(settled, *[seen(4.0 * 2**-2.0)] * 60)
+    beyond = follow_values(settled, 1.0, steps=60)
     assert beyond[0, 0, ALPHA] == 2.0
-    chex.assert_trees_all_close(beyond[0, 0, MEAN_SQUARE], 4.0 * 4 * 2**-2.0, rtol=0.01)
+    chex.assert_trees_all_close(beyond[0, 0, MEAN_SQUARE], 4.0, rtol=0.01)
 
 
 def test_saturation_and_vanishing_are_followed_at_once():
     settled = follow(state(), *[seen(4.0)] * 20)
-    assert follow(settled, seen(4.0 * 2**8))[0, 0, ALPHA] == 2.0**-1
+    assert follow(settled, seen(4.0 * 2**8))[0, 0, ALPHA] == 2.0**-2
     assert follow(settled, seen(4.0 * 2**8, saturated=1))[0, 0, ALPHA] == 2.0**-4
     assert follow(settled, seen(4.0 * 2**-16))[0, 0, ALPHA] == 1.0
-    assert follow(settled, seen(4.0 * 2**-24))[0, 0, ALPHA] == 2.0**12
+    vanished = follow(settled, seen(4.0 * 2**-24))
+    assert vanished[0, 0, ALPHA] == 2.0**12
+    # By how much too small is seen with the next alpha only, which is then taken at once.
+    assert follow(vanished, seen(4.0 * 2**-12))[0, 0, ALPHA] == 2.0**18
 
 
 @pytest.mark.parametrize(
@@ -220,17 +234,19 @@ def test_alpha_finds_any_magnitude_and_the_error_is_the_same(codec, magnitude):
         pytest.fail(f"alpha still moves: {current[0, :, ALPHA]}")
     assert (np.frexp(np.asarray(current[..., ALPHA]))[0] == 0.5).all()
     decoded = decode(message, codec, alphas[1], jnp.float32)
-    expected = {"e4m3": 28.4, "e5m2": 22.5}[codec.format]
-    assert abs(oracles.snr_db(parts.astype(np.float64).sum(0), decoded) - expected) <= 1.0
+    low, high = {"e4m3": (27.5, 29.5), "e5m2": (21.5, 23.5)}[codec.format]
+    # Near the bottom of float32 the values themselves lose bits.
+    assert low - (magnitude < 1e-36) <= oracles.snr_db(parts.astype(np.float64).sum(0), decoded) <= high
 
 
 def test_alpha_for_brings_the_rms_to_the_target():
     x = gaussian(4096)
+    alpha = jax.jit(alpha_for)
     for k in (-120, -60, 0, 60, 120):
-        alpha = float(alpha_for(jnp.asarray(np.ldexp(x, k))))
-        assert alpha == 2.0 ** (1 - k)
-    for edge in (np.zeros(8), np.full(8, np.nan), np.full(8, np.inf), np.zeros(0)):
-        assert float(alpha_for(jnp.asarray(edge, jnp.float32))) == 1.0
+        assert alpha(np.ldexp(x, k)) == 2.0 ** (1 - k)
+    for value in (0.0, np.nan, np.inf):
+        assert alpha(np.full(4096, value, np.float32)) == 1.0
+    assert alpha(np.zeros(0, np.float32)) == 1.0
 
 
 def test_metrics_give_the_snr_of_both_hops():
@@ -239,7 +255,8 @@ def test_metrics_give_the_snr_of_both_hops():
     observation = observation.at[0, :, SUM_ERROR].set(jnp.asarray([1.0, 2.0])).at[1, 1].set(0.0)
     observation = observation.at[1, 0, SUM_ERROR].set(4.0)
     scales = {"a": state([[4.0, 2.0], [1.0, 1.0]]), "b": state()}
-    _, metrics = taco_jax.update_scales(scales, {"a": observation, "b": jnp.zeros((2, 2, 5))}, axis_name=None)
+    both = jax.jit(lambda scales, seen: taco_jax.update_scales(scales, seen, axis_name=None))
+    _, metrics = both(scales, {"a": observation, "b": jnp.zeros((2, 2, 5))})
     chex.assert_trees_all_close(float(metrics["snr_forward/a"]), 10 * np.log10(4000 / (1.0 / 4 + 2.0)), rtol=1e-5)
     chex.assert_trees_all_close(float(metrics["snr_backward/a"]), 10 * np.log10(4000 / 4.0), rtol=1e-5)
     assert np.isnan(metrics["snr_forward/b"])
