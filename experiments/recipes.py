@@ -19,10 +19,10 @@ def main() -> TrainConfig:
     """Return the run that 128 emulated devices on one CPU finish in minutes."""
     return TrainConfig(
         recipe="main",
-        steps=80,
+        steps=100,
         model=ModelConfig(num_layers=4, hidden_size=128, num_heads=8, intermediate_size=512),
         data=DataConfig(sequence_length=64, batch_size=64),
-        optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10, decay_steps=80),
+        optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10, decay_steps=100),
         parallel=ParallelConfig(num_microbatches=4),
     )
 
