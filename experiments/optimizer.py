@@ -26,17 +26,28 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     return optax.join_schedules([ramp, cosine], [warmup])
 
 
-def direction(config: OptimizerConfig) -> optax.GradientTransformation:
+def direction(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """Return the transformation from gradients to the direction that the learning rate multiplies.
 
     Clip to `clip_norm` over all parameters, Adam's moments, then weight decay on matrices. The caller applies
     parameters - learning_rate(step) * direction, so that a step's rate never depends on the optimizer's state.
+    `update` takes the gradients' norm as `global_norm`: the step has it already.
     """
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
+        clip_by_norm(config.clip_norm),
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         optax.add_decayed_weights(config.weight_decay, mask=_is_decayed),
     )
+
+
+def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Return g * min(1, max_norm / global_norm), as `optax.clip_by_global_norm`, with the norm given to `update`."""
+
+    def update(gradients: Any, state: Any, params: Any = None, *, global_norm: jax.Array, **_: Any) -> tuple[Any, Any]:
+        factor = jnp.minimum(1.0, max_norm / global_norm)
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def apply(parameters: Any, update: Any, rate: jax.Array) -> Any:

@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import optimizer
 from experiments.config import TrainConfig, validate
-from taco_jax import Compression, SitePair, init_scales, psum, save_payloads, split_scales, update_scales
+from taco_jax import Compression, SitePair, all_gather, init_scales, psum, save_payloads, split_scales, update_scales
 from taco_jax.compat import vary
 from taco_jax.models.config import GPTConfig
 from taco_jax.models.gpt import GPT, LAYER_SITES, SITES, graph_of, init_parameters
 from taco_jax.scales import ALPHA, BACKWARD, UPDATES
 from taco_jax.sharding import pipeline, rules
+from taco_jax.sharding.data_parallel import global_norm, sum_replicas
 from taco_jax.sharding.mesh import AXES, format_mesh
 from taco_jax.sharding.tensor_parallel import TensorParallel
 
@@ -161,10 +161,8 @@ class Program:
         )
         return step.trace(self._shapes, jax.ShapeDtypeStruct((), jnp.int32), batch)
 
-    def loss_and_gradients(
-        self, parameters: dict, scales: dict, batch: dict
-    ) -> tuple[jax.Array, jax.Array, dict, dict]:
-        """Return the loss over the whole batch, its tokens, the gradients and what adaptive scales observed.
+    def loss_and_gradients(self, parameters: dict, scales: dict, batch: dict) -> tuple[dict, dict, dict]:
+        """Return {"loss", "tokens", "grad_norm"} of the whole batch, the gradients and what the scales observed.
 
         Everything is global; to be called under `jax.jit`.
 
@@ -177,41 +175,48 @@ class Program:
             self._local_gradients,
             mesh=self.mesh,
             in_specs=(self.specs, self.scale_specs, DATA),
-            out_specs=(P(), P(), self.specs, self.scale_specs),
+            out_specs=(P(), self.specs, self.scale_specs),
             check_vma=True,
         )
         return run(parameters, scales, batch)
 
     def _step(self, state: dict, step: jax.Array, batch: dict) -> tuple[dict, dict]:
-        loss, tokens, gradients, observed = self.loss_and_gradients(state["params"], state["scales"], batch)
-        scales, seen = update_scales(state["scales"], observed, axis_name=None)
-        with jax.named_scope("taco.psum.grad_norm.backward"):
-            norm = optax.tree.norm(gradients)
-            update, opt_state = self.direction.update(gradients, state["opt_state"], state["params"])
-        rate = self.learning_rate(step)
+        sums, gradients, observed = self.loss_and_gradients(state["params"], state["scales"], batch)
+        scales, seen = self._update_scales(state["scales"], observed)
+        norm, rate = sums["grad_norm"], self.learning_rate(step)
+        update, opt_state = self.direction.update(gradients, state["opt_state"], state["params"], global_norm=norm)
         # A step that is not finite would spoil the moments for good; all ranks see the same two numbers.
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
         moves = finite & (step >= 0)
         new = {"params": optimizer.apply(state["params"], update, rate), "opt_state": opt_state}
         new = {key: _where(moves, new[key], state[key]) for key in new}
         new["scales"] = _where(finite, scales, state["scales"])
         skipped = 1.0 - finite.astype(jnp.float32)
-        metrics = {
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": rate,
-            "tokens": tokens,
-            "nonfinite": skipped,
-            "skipped_step": skipped,
-            "saturation": seen["saturation"],
-            "snr_forward": seen["snr_forward"],
-            "snr_backward": seen["snr_backward"],
-            "scale_changes": _changes(scales, state["scales"]),
-        }
+        metrics = {**sums, "lr": rate, "nonfinite": skipped, "skipped_step": skipped, **seen}
         return new, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
 
+    def _update_scales(self, scales: dict, observed: dict) -> tuple[dict, dict]:
+        """Return the scales that follow the observations, and the metrics of the messages."""
+
+        def local(old: dict, observed: dict) -> tuple[dict, dict]:
+            new, _ = update_scales(old, observed, axis_name=None)
+            every_old, every_new, every_observed = (self._every_layer(x) for x in (old, new, observed))
+            _, seen = update_scales(every_old, every_observed, axis_name=None)
+            metrics = {key: seen[key] for key in ("saturation", "snr_forward", "snr_backward")}
+            return new, {**metrics, "scale_changes": _changes(every_new, every_old)}
+
+        specs = (self.scale_specs, self.scale_specs)
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=(self.scale_specs, P()), check_vma=True)
+        return run(scales, observed)
+
+    def _every_layer(self, scales: dict) -> dict:
+        """Return arrays that lie like the scales with the layers of all stages."""
+        layers = {site: value for site, value in scales.items() if site in LAYER_SITES}
+        whole = all_gather(layers, "pp", axis=0, tiled=True, to="invarying", compression=None, name="scales")
+        return {**scales, **whole}
+
     def _local_gradients(self, parameters: dict, scales: dict, batch: dict) -> tuple:
-        """Return loss, tokens, gradients and observations, added over every axis that they are not sharded on."""
+        """Return scalars, gradients and observations, added over every axis that they are not sharded on."""
         tokens = psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")
         batch = {**batch, "tokens": _after(batch["tokens"], tokens)}
         states, probes = split_scales(scales, AXES)
@@ -224,10 +229,17 @@ class Program:
 
         value, (gradients, observed) = jax.value_and_grad(loss, argnums=(0, 1))(varying, probes)
         with jax.named_scope("taco.psum.gradients.backward"):
-            gradients = jax.tree.map(functools.partial(_sum_replicas, axes=("dp", "pp")), gradients, self.specs)
+            gradients = sum_replicas(gradients, self.specs, ("dp", "pp"))
         with jax.named_scope("taco.psum.scales.backward"):
-            observed = jax.tree.map(functools.partial(_sum_replicas, axes=AXES), observed, self.scale_specs)
-        return psum(value, ("dp", "pp"), compression=None, name="loss"), tokens, gradients, observed
+            observed = sum_replicas(observed, self.scale_specs, AXES)
+        with jax.named_scope("taco.psum.grad_norm.backward"):
+            norm = global_norm(gradients, self.specs)
+        sums = {
+            "loss": psum(value, ("dp", "pp"), compression=None, name="loss"),
+            "tokens": tokens,
+            "grad_norm": norm,
+        }
+        return sums, gradients, observed
 
     # The model on its part of the mesh
 
@@ -317,8 +329,3 @@ def _after(ids: jax.Array, count: jax.Array) -> jax.Array:
     devices then wait in the one and some in the other until it aborts.
     """
     return ids + (count < 0).astype(ids.dtype)
-
-
-def _sum_replicas(value: jax.Array, spec: P, *, axes: tuple[str, ...]) -> jax.Array:
-    """Return the exact sum over those of `axes` that `spec` does not shard over."""
-    return lax.psum(value, tuple(axis for axis in axes if axis not in rules.mesh_axes(spec)))

@@ -317,10 +317,8 @@ def _pair(call: _Call, x: jax.Array, scales: Scales) -> tuple[jax.Array, jax.Arr
         state = lax.stop_gradient(scales)
         probe = compat.vary(scales, compat.varying_axes(x) | set(call.forward.axes))
     if state.shape != (DIRECTIONS, HOPS, SLOTS):
-        raise ValueError(
-            f"{call.op} {call.site!r}: scales of one call have shape {(DIRECTIONS, HOPS, SLOTS)}, got {state.shape}; "
-            "index the axes of `stack` (or scan over them) first"
-        )
+        wanted = f"scales of one call have shape {(DIRECTIONS, HOPS, SLOTS)}, got {state.shape}"
+        raise ValueError(f"{call.op} {call.site!r}: {wanted}; index the axes of `stack` (or scan over them) first")
     shared = sorted(compat.varying_axes(state) & set(call.forward.axes))
     if shared:
         raise ValueError(

@@ -29,6 +29,8 @@ TARGET_LOG2_RMS = 1.0
 HYSTERESIS_OCTAVES = 0.75
 ALPHA_OCTAVES = (-126, 126)
 """Range of log2 alpha, so that 1 / alpha is a normal number too."""
+BOTTOM_MEAN_SQUARE = 2.0**-116
+"""What is observed of values too small to square (implementations count 2^-60 for them)."""
 VANISHED_MEAN_SQUARE = 2.0**-16
 """An RMS of 2^-8 is two of e4m3's smallest steps: little of the message is left."""
 
@@ -129,8 +131,7 @@ def _follow(state: DualScale, seen: jax.Array, decay: float) -> DualScale:
     sound = (seen[..., NONFINITE] == 0) & jnp.isfinite(ms) & jnp.isfinite(error)
     usable = sound & (seen[..., COUNT] > 0) & (ms > 0)
     first = state[..., UPDATES] == 0
-    vanished = ms < VANISHED_MEAN_SQUARE
-    at_once = first | (seen[..., SATURATED] > 0) | vanished
+    at_once = first | (seen[..., SATURATED] > 0) | (ms < VANISHED_MEAN_SQUARE)
     average = jnp.where(at_once, ms, decay * old + (1 - decay) * ms)
     average_error = jnp.where(at_once, error, decay * state[..., MEAN_ERROR] + (1 - decay) * error)
     off = TARGET_LOG2_RMS - 0.5 * jnp.log2(jnp.where(usable, average, 1.0))
@@ -143,8 +144,8 @@ def _follow(state: DualScale, seen: jax.Array, decay: float) -> DualScale:
         [
             jnp.ldexp(alpha, octaves),
             average * unit,
-            # What vanished shows that alpha is too small, not by how much: the next one counts as the first.
-            jnp.where(vanished, 0.0, state[..., UPDATES] + 1),
+            # At the bottom it shows that alpha is too small, not by how much: the next one counts as the first.
+            jnp.where(ms < BOTTOM_MEAN_SQUARE, 0.0, state[..., UPDATES] + 1),
             state[..., SKIPPED],
             average_error * unit,
         ],

@@ -28,9 +28,15 @@ def weights(shape):
     return jnp.roll(jnp.asarray(flat.reshape(shape), jnp.float32), lax.axis_index("tp"), 0)
 
 
-def reference(name, x):
-    """As by jax.lax, whose all_to_all fails to transpose if split and concatenated axes differ and are not tiled."""
+def reference(name, x, check_vma):
+    """As by jax.lax, around two of its mistakes.
+
+    all_to_all fails to transpose if split and concatenated axes differ and are not tiled; without check_vma JAX 0.10
+    transposes an all_gather to "invarying" to a slice, as if all ranks had the same cotangent.
+    """
     function, options = cases(4)[name]
+    if "to" in options and not check_vma:
+        return lax.all_gather(x, "tp", **{**options, "to": "varying"})
     if function == "all_to_all" and not options.get("tiled"):
         moved = lax.all_to_all(jnp.moveaxis(x, options["split_axis"], 0), "tp", 0, 0)
         return jnp.moveaxis(moved, 0, options["concat_axis"])
@@ -52,9 +58,12 @@ def test_gradients_equal_those_of_lax(check_vma):
     def total(call, x):
         return lax.psum(sum(loss(call, x[0], name) for name in NAMES[::2]), "tp")
 
+    def exact_call(name, x):
+        return reference(name, x, check_vma)
+
     def gradients(x):
         results = []
-        for call in (reference, lambda name, x: call_taco(name, x, compression=compression(EXACT))):
+        for call in (exact_call, lambda name, x: call_taco(name, x, compression=compression(EXACT))):
             on = {"mesh": mesh(tp=ranks), "in_specs": P("tp"), "check_vma": check_vma}
             local = jax.shard_map(lambda x, call=call: inside(call, x), out_specs=P("tp"), **on)
             outside = jax.grad(jax.shard_map(lambda x, call=call: total(call, x), out_specs=P(), **on))

@@ -160,7 +160,7 @@ def test_the_first_observation_sets_alpha(rms):
     alpha = new[0, 0, ALPHA]
     assert np.frexp(alpha)[0] == 0.5
     assert 2**0.5 <= alpha * max(rms, 2.0**-60) <= 2**1.5 * (1 + 1e-6)
-    assert (new[..., UPDATES] == (rms >= 2.0**-8)).all()
+    assert (new[..., UPDATES] == (rms >= 2.0**-60)).all()
     # The average is in the unit of the alpha that goes with it.
     chex.assert_trees_all_close(new[0, 0, MEAN_SQUARE], (alpha * max(rms, 2.0**-60)) ** 2, rtol=1e-5)
 
@@ -182,10 +182,11 @@ def test_saturation_and_vanishing_are_followed_at_once():
     assert follow(settled, seen(4.0 * 2**8))[0, 0, ALPHA] == 2.0**-2
     assert follow(settled, seen(4.0 * 2**8, saturated=1))[0, 0, ALPHA] == 2.0**-4
     assert follow(settled, seen(4.0 * 2**-16))[0, 0, ALPHA] == 1.0
-    vanished = follow(settled, seen(4.0 * 2**-24))
-    assert vanished[0, 0, ALPHA] == 2.0**12
-    # By how much too small is seen with the next alpha only, which is then taken at once.
-    assert follow(vanished, seen(4.0 * 2**-12))[0, 0, ALPHA] == 2.0**18
+    assert follow(settled, seen(4.0 * 2**-24))[0, 0, ALPHA] == 2.0**12
+    bottom = follow(settled, seen(2.0**-120))
+    assert bottom[0, 0, ALPHA] == 2.0**61
+    # How much too small is seen with the next alpha only, which is then taken at once.
+    assert follow(bottom, seen(4.0 * 2**-12))[0, 0, ALPHA] == 2.0**67
 
 
 @pytest.mark.parametrize(

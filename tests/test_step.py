@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meshes import P, mesh
+from meshes import P, copies, mesh, spmd
 from reference_gpt import logits as reference_logits
 from reference_gpt import loss as reference_loss
 
@@ -23,6 +23,7 @@ from experiments.config import (
     TrainConfig,
 )
 from taco_jax.models.gpt import init_parameters
+from taco_jax.sharding.data_parallel import global_norm
 
 VOCAB = 300
 CONFIG = TrainConfig(
@@ -115,10 +116,11 @@ def test_gradients_equal_the_plain_model(sizes, sections):
     program = program_on(config, **sizes)
     parameters = jax.device_put(noisy_parameters(config), program.state_shardings["params"])
     batch = numpy_batch(config)
-    loss, tokens, gradients, observed = jax.jit(program.loss_and_gradients)(parameters, {}, placed(program, batch))
+    sums, gradients, observed = jax.jit(program.loss_and_gradients)(parameters, {}, placed(program, batch))
     want_loss, want = reference_gradients(change(model=sections.get("model", {})))
-    chex.assert_trees_all_close(loss, want_loss, rtol=1e-5)
-    assert float(tokens) == batch["mask"].sum()
+    chex.assert_trees_all_close(sums["loss"], want_loss, rtol=1e-5)
+    chex.assert_trees_all_close(sums["grad_norm"], optax.tree.norm(want), rtol=1e-5)
+    assert float(sums["tokens"]) == batch["mask"].sum()
     assert observed == {}
     assert_gradients_close(gradients, want)
     assert_equal_on_all_ranks(gradients)
@@ -204,10 +206,14 @@ def test_what_does_not_divide_is_refused(sizes, sections, message):
         program_on(change(**sections), **sizes)
 
 
-def test_global_norm_of_a_split_array():
-    """T2."""
-    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh(tp=4), P("tp")))
-    assert float(jax.jit(optax.tree.norm)(x)) == pytest.approx(11.832, abs=1e-3)
+@pytest.mark.parametrize("spec", [P("tp"), P(), P(("dp", "tp"))])
+def test_global_norm_counts_every_element_once(spec):
+    """T2: the norm of arange(8) is 11.832, however it is split."""
+    tree = {"a": jnp.arange(8.0), "b": jnp.zeros(3)}
+    specs = {"a": spec, "b": P()}
+    norm = spmd(lambda tree: global_norm(tree, specs)[None], mesh(dp=2, tp=4), (specs,), P())(tree)
+    for copy in copies(norm):
+        assert float(copy[0]) == pytest.approx(11.832, abs=1e-3)
 
 
 def test_learning_rate_depends_on_the_step_alone():
@@ -223,7 +229,8 @@ def test_update_direction_is_clipped_adam_with_decayed_matrices():
     parameters = {"kernel": jnp.full((2,), 2.0), "bias": jnp.full((2,), 2.0)}
     transformation = optimizer.direction(config)
     gradients = {"kernel": jnp.full((2,), 30.0), "bias": jnp.full((2,), -40.0)}
-    update, state = transformation.update(gradients, transformation.init(parameters), parameters)
+    norm = optax.tree.norm(gradients)
+    update, state = transformation.update(gradients, transformation.init(parameters), parameters, global_norm=norm)
     chex.assert_trees_all_close(update, {"kernel": jnp.full((2,), 2.0), "bias": jnp.full((2,), -1.0)}, rtol=1e-5)
     clipped = -40.0 / np.sqrt(2 * (30**2 + 40**2))
     chex.assert_trees_all_close(state[1].mu["bias"], jnp.full((2,), 0.1 * clipped), rtol=1e-5)

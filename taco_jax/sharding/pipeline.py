@@ -32,6 +32,8 @@ def on_first_stage(make: Callable[[], jax.Array], *, axes: tuple[str, ...], axis
         axes: mesh axes over which the result varies, `axis_name` among them.
         axis_name: mesh axis of the stages.
     """
+    if lax.axis_size(axis_name) == 1:
+        return vary(make(), axes)
     like = jax.eval_shape(make)
     with share_scope(1, 1):
         return lax.cond(
@@ -68,6 +70,8 @@ def run_pipeline(
     axes = varying_axes(inputs)
 
     def stage_or_bubble(valid, x):
+        if num_stages == 1:
+            return stage(x)
         with share_scope(num_microbatches, ticks):
             return lax.cond(valid, stage, lambda x: x, x)
 
