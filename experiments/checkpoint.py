@@ -1,17 +1,26 @@
 """Checkpoints of a run: the state by Orbax, with the configuration and the data position beside it.
 
-Saving is asynchronous, restoring goes onto any mesh, and nothing is ever cast or reshaped on the way.
+Saving is asynchronous, restoring goes onto any mesh, and nothing is ever cast or reshaped on the way: the position
+holds the type and a checksum of every array, and a checksum of itself.
 """
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
+from experiments.checksum import checksums
 from experiments.config import CheckpointConfig, ConfigError, TrainConfig, flatten
 
 _log = logging.getLogger("experiments")
@@ -23,6 +32,7 @@ CHANGEABLE = (
     "eval_every",
     "eval_batches",
     "sample_length",
+    "on_nonfinite",
     "data.path",  # the text's digest is compared instead
     "parallel.",
     "communication.chunks",
@@ -30,6 +40,14 @@ CHANGEABLE = (
     "checkpoint.",
 )
 """Fields, and sections, that may differ when a run is resumed: they leave the run's meaning as it is."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint that could not be written; older ones are untouched."""
+
+
+class _Damaged(Exception):
+    """A checkpoint whose bytes are not those that were saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,99 +85,209 @@ def check_same_run(position: Position, config: TrainConfig, data_digest: str, fo
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of which the last `config.keep` are kept; a context manager.
+    """The checkpoints in a folder; a context manager.
 
-    Leaving it waits until everything is on disk and raises what went wrong there.
+    The last `config.keep` are kept, and those of every `config.keep_every`-th step. Leaving the context waits until
+    everything is on disk and raises what went wrong there.
+
+    Raises:
+        CheckpointError: from `save`, `poll` and the end of the context, for a checkpoint that could not be written.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         self.folder = folder
+        kept = [ocp.checkpoint_managers.LatestN(config.keep)]
+        if config.keep_every:
+            kept.append(ocp.checkpoint_managers.EveryNSteps(config.keep_every))
         self._manager = ocp.CheckpointManager(
             folder.resolve(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=config.keep, cleanup_tmp_directories=True),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(kept), cleanup_tmp_directories=True
+            ),
             item_handlers={"state": ocp.StandardCheckpointHandler(), "position": ocp.JsonCheckpointHandler()},
         )
+        self._writing: int | None = None
+        self._told: set[int] = set()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         # The error that ended the run is the one to report.
-        with contextlib.suppress(Exception) if error else contextlib.nullcontext():
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
-        self._manager.close()
+        with contextlib.suppress(Exception) if error else self._written():
+            try:
+                self._wait()
+            finally:
+                self._manager.close()
 
-    def latest(self) -> Position | None:
-        """Return the position of the newest checkpoint that has one to read, None if there is none."""
-        for step in self._steps():
-            with self._reported(step):
-                return self._position(step)
+    def latest(self, step: int | None = None) -> Position | None:
+        """Return the position of the newest checkpoint that has one to read, None if there is none.
+
+        Args:
+            step: look at this checkpoint only.
+
+        Raises:
+            ConfigError: if there is no checkpoint of `step`, or it cannot be read.
+        """
+        for candidate in self._candidates(step):
+            with self._reported(candidate, wanted=step):
+                return self._record(candidate)[0]
         return None
+
+    def check_space(self, target: Any) -> None:
+        """Compare what one checkpoint of `target` takes with the free space of the file system.
+
+        Raises:
+            ConfigError: with both numbers.
+        """
+        if shortage := self._shortage(target):
+            raise ConfigError(f"{shortage}; make room or choose another --out")
 
     def save(self, position: Position, state: Any) -> None:
         """Start writing a checkpoint; `state` may be donated as soon as this returns.
 
-        Raises:
-            Exception: what went wrong while an earlier one was written.
+        A step that has a checkpoint is not saved again: the log says so.
         """
-        self._manager.check_for_errors()
-        saved = self._manager.save(
-            position.step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(dataclasses.asdict(position))
-            ),
-        )
+        self._wait()
+        if position.step in self._manager.all_steps():
+            _log.info("checkpoint %s exists already", self.folder / str(position.step))
+            return
+        if shortage := self._shortage(state):
+            raise CheckpointError(f"step {position.step} could not be saved: {shortage}; older checkpoints are kept")
+        sums = np.asarray(checksums(state)).tolist()
+        arrays = {name: [kind, int(c)] for (name, kind), c in zip(_signatures(state).items(), sums, strict=True)}
+        record = {**dataclasses.asdict(position), "arrays": arrays}
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(_sealed(record)))
+        self._writing = position.step
+        with self._written():
+            saved = self._manager.save(position.step, args=args)
         assert saved, f"Orbax did not save step {position.step}; it holds {self._manager.all_steps()}"
 
-    def restore(self, target: Any) -> tuple[Any, Position] | None:
+    def poll(self) -> None:
+        """Notice a checkpoint that could not be written, without waiting for one that is being written."""
+        if self._writing is not None and not self._manager.is_saving_in_progress():
+            self._wait()
+
+    def restore(self, target: Any, step: int | None = None) -> tuple[Any, Position] | None:
         """Return the newest state that can be read, and its position; None if there is no checkpoint.
 
         Checkpoints that cannot be read are reported and moved aside once an older one has been read.
 
         Args:
             target: tree of `jax.ShapeDtypeStruct` with the shardings that the state shall have.
+            step: restore this checkpoint, and move the later ones aside.
 
         Raises:
             ConfigError: if shapes, dtypes or names differ from the target's, or no checkpoint can be read.
         """
-        steps = self._steps()
-        for index, step in enumerate(steps):
-            with self._reported(step):
-                self._check_fits(step, target)
-                restored = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(state=ocp.args.StandardRestore(target), position=ocp.args.JsonRestore()),
-                )
-                self._set_aside(steps[:index])
-                return restored["state"], Position(**restored["position"])
-        if steps:
+        candidates = self._candidates(step)
+        for index, candidate in enumerate(candidates):
+            with self._reported(candidate, wanted=step):
+                state, position = self._read(candidate, target)
+                self._set_aside(candidates[:index], "unreadable")
+                if step is not None:
+                    self._set_aside([s for s in self._steps() if s > step], f"after-{step}")
+                return state, position
+        if candidates:
             raise ConfigError(f"no checkpoint in {self.folder} can be read; choose another --out or remove the folder")
         return None
+
+    def restore_parameters(self, target: Any, step: int | None = None) -> tuple[Any, Position]:
+        """Return the parameters alone of a checkpoint, which stays as it is, and its position.
+
+        Args:
+            target: tree of `jax.ShapeDtypeStruct` of the parameters.
+            step: which checkpoint; None takes the newest.
+
+        Raises:
+            ConfigError: if there is none, or it has other parameters.
+        """
+        for candidate in self._candidates(step)[:1]:
+            with self._reported(candidate, wanted=candidate):
+                state, position = self._read(candidate, {"params": target}, partial=True)
+                return state["params"], position
+        raise ConfigError(f"there is no checkpoint in {self.folder}")
+
+    def _read(self, step: int, target: Any, partial: bool = False) -> tuple[Any, Position]:
+        _silence_late_reads()
+        position, arrays = self._record(step)
+        if partial:
+            arrays = {name: value for name, value in arrays.items() if name.split(".")[0] in target}
+        self._check_fits(step, {name: kind for name, (kind, _) in arrays.items()}, _signatures(target))
+        if partial:
+            args = ocp.args.PyTreeRestore(
+                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
+            )
+            # The manager's handler of whole states knows no parts.
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                state = reader.restore(self.folder.resolve() / str(step) / "state", args)
+        else:
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+            state = self._manager.restore(step, args=args)["state"]
+        found = np.asarray(checksums(state)).tolist()
+        wrong = [name for name, c in zip(_signatures(target), found, strict=True) if arrays[name][1] != c]
+        if wrong:
+            raise _Damaged(f"{len(wrong)} arrays have other bytes than were saved, {wrong[0]} first")
+        return state, position
+
+    def _record(self, step: int) -> tuple[Position, dict[str, list]]:
+        """Return a checkpoint's position, and the type and checksum of its arrays."""
+        args = ocp.args.Composite(position=ocp.args.JsonRestore())
+        record = self._manager.restore(step, args=args)["position"]
+        content = {name: value for name, value in record.items() if name != "sha256"}
+        if record != _sealed(content):
+            raise _Damaged("its position has other bytes than were saved")
+        arrays = content.pop("arrays")
+        return Position(**content), arrays
 
     def _steps(self) -> list[int]:
         return sorted(self._manager.all_steps(), reverse=True)
 
-    def _position(self, step: int) -> Position:
-        args = ocp.args.Composite(position=ocp.args.JsonRestore())
-        return Position(**self._manager.restore(step, args=args)["position"])
+    def _candidates(self, step: int | None) -> list[int]:
+        steps = self._steps()
+        if step is None:
+            return steps
+        if step not in steps:
+            there = ", ".join(map(str, sorted(steps))) or "none"
+            raise ConfigError(f"there is no checkpoint of step {step} in {self.folder}; there are: {there}")
+        return [step]
+
+    def _wait(self) -> None:
+        with self._written():
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        self._writing = None
 
     @contextlib.contextmanager
-    def _reported(self, step: int):
-        """Turn the many errors of a damaged checkpoint into one line of the log."""
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            path = self.folder / str(self._writing)
+            raise CheckpointError(
+                f"checkpoint {path} could not be written: {_reason(error)}; older ones are kept"
+            ) from error
+
+    @contextlib.contextmanager
+    def _reported(self, step: int, wanted: int | None) -> Iterator[None]:
+        """Turn the many errors of a damaged checkpoint into one line of the log, or an error if no other will do."""
         try:
             yield
         except ConfigError:
             raise
         except Exception as error:
-            reason = str(error).split("\n")[0][:200]
-            _log.warning("checkpoint %s cannot be read, trying the one before it: %s", self.folder / str(step), reason)
+            path, reason = self.folder / str(step), _reason(error)
+            if wanted is not None:
+                raise ConfigError(f"checkpoint {path} cannot be read: {reason}") from error
+            if step not in self._told:
+                _log.warning("checkpoint %s cannot be read, trying the one before it: %s", path, reason)
+            self._told.add(step)
 
-    def _check_fits(self, step: int, target: Any) -> None:
+    def _check_fits(self, step: int, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
         """Compare names, shapes and dtypes: Orbax itself casts without a word."""
-        saved = _signatures(self._manager.item_metadata(step)["state"].tree)
-        wanted = _signatures(target)
-        names = [name for name in sorted(saved | wanted) if saved.get(name) != wanted.get(name)]
+        names = [name for name in sorted({*saved, *wanted}) if saved.get(name) != wanted.get(name)]
         if names:
             name = names[0]
             raise ConfigError(
@@ -167,18 +295,58 @@ class Checkpoints:
                 f"{saved.get(name, 'missing')}, the run needs {wanted.get(name, 'none')}"
             )
 
-    def _set_aside(self, steps: list[int]) -> None:
+    def _shortage(self, tree: Any) -> str:
+        """Return what is wrong if the file system has no room for one more checkpoint, else nothing."""
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        free = shutil.disk_usage(self.folder).free
+        if free >= needed:
+            return ""
+        return f"a checkpoint in {self.folder} takes {needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+
+    def _set_aside(self, steps: list[int], why: str) -> None:
         if not steps:
             return
-        aside = self.folder.with_name(f"{self.folder.name}-unreadable")
-        aside.mkdir(exist_ok=True)
-        for step in steps:
-            (self.folder / str(step)).rename(aside / f"{step}-{len(list(aside.iterdir()))}")
+        aside = self.folder.with_name(f"{self.folder.name}-{why}")
+        if jax.process_index() == 0:
+            aside.mkdir(exist_ok=True)
+            for step in steps:
+                (self.folder / str(step)).rename(aside / f"{step}-{len(list(aside.iterdir()))}")
+            _log.info("moved checkpoints %s to %s", ", ".join(map(str, sorted(steps))), aside)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("checkpoints set aside")
         self._manager.reload()
 
 
+def _silence_late_reads() -> None:
+    """Let TensorStore say nothing when it finishes reads for an event loop that Orbax has given up and closed."""
+    if getattr(sys.unraisablehook, "__name__", "") == "_report_unraisable":
+        return
+    before = sys.unraisablehook
+
+    def _report_unraisable(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = _report_unraisable
+
+
+def _sealed(content: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error's text; of TensorStore's long ones, what the operating system said."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = str(error).split("\n")[0]
+    if "os_error_code" in text:
+        text = text.split(" [")[0].rsplit(": ", 1)[-1]
+    return text[:200] or type(error).__name__
+
+
 def _signatures(tree: Any) -> dict[str, str]:
-    """Return "dtype[shape]" of every array under its dotted path."""
+    """Return "dtype[shape]" of every array under its dotted path, in the tree's order."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {
         ".".join(str(_key(entry)) for entry in path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,12 +30,29 @@ def _whole_number(words: list[str]) -> int:
         raise ValueError(f"needs a whole number, got {words[0]!r}") from None
 
 
+def _minutes(words: list[str]) -> float:
+    try:
+        minutes = float(words[0])
+    except ValueError:
+        raise ValueError(f"needs a number of minutes, got {words[0]!r}") from None
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"needs minutes above 0, got {words[0]}")
+    return minutes
+
+
 # tyro's own text for a bad `int | None` spans lines and names Python types.
 _WHOLE_NUMBER = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="INT",
     instance_from_str=_whole_number,
     is_instance=lambda value: value is None or isinstance(value, int),
+    str_from_instance=lambda value: [str(value)],
+)
+_MINUTES = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="MINUTES",
+    instance_from_str=_minutes,
+    is_instance=lambda value: value is None or isinstance(value, float),
     str_from_instance=lambda value: [str(value)],
 )
 
@@ -57,6 +75,12 @@ class Arguments:
     """Run folder; the same command, also with another mesh or more steps, continues the run that it holds."""
     seed: Annotated[int | None, _WHOLE_NUMBER, _flag("INT")] = None
     """Seed of the initial parameters and of the order of the data."""
+    init_from: Annotated[str, _flag("DIR", "random parameters")] = ""
+    """Run folder, or one checkpoint in it, whose parameters a new run starts with; the rest starts anew."""
+    from_step: Annotated[int | None, _WHOLE_NUMBER, _flag("INT", "the newest")] = None
+    """Go on from this checkpoint of the run; later ones are moved aside."""
+    exit_after: Annotated[float | None, _MINUTES, _flag("MINUTES", "never")] = None
+    """Save and exit with code 75 when the program has run this long; the same command goes on."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, _flag("SECTION.FIELD=VALUE", "")] = ()
     """Change any other field that --print-config shows."""
     print_config: bool = False
@@ -71,6 +95,7 @@ _FLAGS = {
     "steps": "steps",
     "compression": "compression",
     "seed": "seed",
+    "init_from": "init_from",
 }
 
 

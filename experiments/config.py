@@ -12,6 +12,7 @@ from taco_jax.models.config import divisors
 from taco_jax.pallas.registry import IMPLEMENTATIONS
 from taco_jax.sharding.mesh import parse_mesh
 
+NONFINITE_POLICIES = ("abort", "skip")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -84,6 +85,9 @@ class CheckpointConfig:
 
     every: int = 50
     keep: int = 3
+    """How many of the newest ones stay."""
+    keep_every: int = 0
+    """Steps whose multiples stay for good; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ class TrainConfig:
     eval_every: int = 50
     eval_batches: int = 8
     sample_length: int = 200
+    on_nonfinite: str = "abort"
+    """What happens at a step whose loss or gradient is not finite, which is never applied: `abort` ends the run, `skip`
+    counts it and goes on."""
+    init_from: str = ""
+    """Run folder, or checkpoint in one, whose parameters a new run starts with; optimizer and scales start anew."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -149,6 +158,7 @@ def _field_problems(config: TrainConfig) -> Iterator[str]:
     choices = (
         ("compression", config.compression, PRESETS),
         ("dtype", config.dtype, DTYPES),
+        ("on_nonfinite", config.on_nonfinite, NONFINITE_POLICIES),
         ("communication.implementation", config.communication.implementation, ("auto", *IMPLEMENTATIONS)),
     )
     for name, chosen, allowed in choices:
@@ -220,6 +230,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "communication.chunks": (1, math.inf),
     "checkpoint.every": (1, math.inf),
     "checkpoint.keep": (1, math.inf),
+    "checkpoint.keep_every": (0, math.inf),
 }
 
 

@@ -22,10 +22,6 @@ from rich.progress import Progress as ProgressBar
 _log = logging.getLogger("experiments")
 
 
-class Diverged(Exception):
-    """A step whose loss or gradient was not finite; it has not been applied."""
-
-
 @dataclass
 class Progress:
     """The loop after a step has been dispatched.
@@ -58,13 +54,14 @@ class StepLog:
             first).
         start: number of steps that the state has seen.
         total: number of steps of the run, for the line.
+        guard: called with each step's number and metrics once they are written; what it raises ends the run.
     """
 
-    def __init__(self, path: Path | None, start: int, total: int):
+    def __init__(self, path: Path | None, start: int, total: int, guard: Callable[[int, dict[str, float]], None]):
         if path:
             truncate_metrics(path, start)
         self._file = path.open("a", encoding="utf-8") if path else None
-        self._total = total
+        self._total, self._guard = total, guard
         self._pending: Progress | None = None
         self._started = time.perf_counter()
 
@@ -89,11 +86,7 @@ class StepLog:
         self._started += time.perf_counter() - before
 
     def flush(self) -> None:
-        """Write the step held back.
-
-        Raises:
-            Diverged: if its loss or gradient is not finite.
-        """
+        """Write the step held back and let the guard judge it."""
         if self._pending is None:
             return
         progress, self._pending = self._pending, None
@@ -106,11 +99,7 @@ class StepLog:
         if self._file:
             self._file.write(json_line({"step": progress.step, **values}))
             self._file.flush()
-        if values.get("skipped_step") or not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-            raise Diverged(
-                f"step {progress.step}: loss {values['loss']}, gradient norm {values['grad_norm']}; "
-                "the step was not applied"
-            )
+        self._guard(progress.step, values)
 
     def restart_clock(self) -> None:
         """Let the next step's time begin now."""
@@ -213,3 +202,5 @@ def start_logging() -> None:
     _log.setLevel(logging.INFO if jax.process_index() == 0 else logging.WARNING)
     _log.propagate = False
     _log.handlers = [StdoutHandler()]
+    # Orbax writes the tracebacks of what it also raises.
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)

@@ -7,7 +7,7 @@ global arrays behind it in the same jit.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments import optimizer
 from experiments.config import TrainConfig, validate
+from experiments.sites import first_true, nonfinite_origin, site_metrics
 from taco_jax import Compression, SitePair, all_gather, init_scales, psum, save_payloads, split_scales, update_scales
 from taco_jax.compat import vary
 from taco_jax.models.config import GPTConfig
@@ -161,6 +162,12 @@ class Program:
         )
         return step.trace(self._shapes, jax.ShapeDtypeStruct((), jnp.int32), batch)
 
+    def nonfinite_origin(self, metrics: Mapping[str, float]) -> str:
+        """Return where a step that was not finite went wrong, as the end of a sentence."""
+        paths = jax.tree_util.tree_flatten_with_path(self._shapes["params"])[0]
+        names = [".".join(str(entry.key) for entry in path) for path, _ in paths]
+        return nonfinite_origin(metrics, self.model_config.num_layers, names)
+
     def loss_and_gradients(self, parameters: dict, scales: dict, batch: dict) -> tuple[dict, dict, dict]:
         """Return {"loss", "tokens", "grad_norm"} of the whole batch, the gradients and what the scales observed.
 
@@ -203,6 +210,7 @@ class Program:
             every_old, every_new, every_observed = (self._every_layer(x) for x in (old, new, observed))
             _, seen = update_scales(every_old, every_observed, axis_name=None)
             metrics = {key: seen[key] for key in ("saturation", "snr_forward", "snr_backward")}
+            metrics |= site_metrics(every_old, every_observed, seen)
             return new, {**metrics, "scale_changes": _changes(every_new, every_old)}
 
         specs = (self.scale_specs, self.scale_specs)
@@ -233,11 +241,12 @@ class Program:
         with jax.named_scope("taco.psum.scales.backward"):
             observed = sum_replicas(observed, self.scale_specs, AXES)
         with jax.named_scope("taco.psum.grad_norm.backward"):
-            norm = global_norm(gradients, self.specs)
+            norm, squares = global_norm(gradients, self.specs)
         sums = {
             "loss": psum(value, ("dp", "pp"), compression=None, name="loss"),
             "tokens": tokens,
             "grad_norm": norm,
+            "nonfinite_gradient": first_true(~jnp.isfinite(squares)),
         }
         return sums, gradients, observed
 

@@ -1,17 +1,24 @@
 """Train a GPT on a dp x pp x tp mesh: `python -m experiments.train --mesh=dp4,pp4,tp8`.
 
-Rerunning a command resumes its run folder. Exit codes: 0 the run is complete, 2 a mistake in the command, 3 a step was
-not finite, 4 the compiled step does not send what the configuration says, 128 + n stopped by signal n, state saved.
+Rerunning a command resumes its run folder. Exit codes:
+
+      0  the run is complete
+      2  a mistake in the command, found before anything is compiled
+      3  a step was not finite and not applied
+      4  the compiled step does not send what the configuration says
+      6  a checkpoint or a log could not be written; older checkpoints are kept
+     75  the time of --exit-after is up, state saved
+    130  SIGINT (Ctrl-C), 138 SIGUSR1, 143 SIGTERM: state saved after the step under way; a second signal quits at once
 """
 
 import dataclasses
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +27,12 @@ from typing import Any
 import jax
 
 from experiments import communication, step
-from experiments.checkpoint import Checkpoints, Position, check_same_run
+from experiments.checkpoint import CheckpointError, Checkpoints, Position, check_same_run
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
 from experiments.config import ConfigError, TrainConfig, validate
 from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches
 from experiments.metrics import (
     Bar,
-    Diverged,
     Hook,
     Progress,
     StepLog,
@@ -34,22 +40,18 @@ from experiments.metrics import (
     start_logging,
     write_atomically,
 )
+from experiments.nonfinite import Diverged, NonfiniteGuard
 from experiments.sample import sample_text
+from experiments.sites import MESSAGES
+from experiments.stopping import Stop, describe
 from taco_jax.sharding.mesh import format_mesh, make_mesh, parse_mesh, resolve_sizes
 
 _log = logging.getLogger("experiments")
 
-# Where a GPT's tensor-parallel messages are compressed, and on which way (taco_jax.sharding.tensor_parallel).
-_SITES = {
-    "attention": ("forward", "backward"),
-    "mlp": ("forward", "backward"),
-    "embedding": ("forward",),
-    "head": ("backward",),
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the program's own) and return the exit code."""
+    started = time.monotonic()
     argv = sys.argv[1:] if argv is None else argv
     try:
         arguments = parse_arguments(argv)
@@ -58,13 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(config_json(config), end="")
             return 0
-        return train(config, run_folder(arguments, config), " ".join([PROGRAM, *argv]))
+        session = Session(
+            folder=run_folder(arguments, config),
+            command=" ".join([PROGRAM, *argv]),
+            from_step=arguments.from_step,
+            deadline=arguments.exit_after and started + 60 * arguments.exit_after,
+        )
+        return train(config, session)
     except ConfigError as error:
         return _fail(error, 2)
     except Diverged as error:
         return _fail(error, 3)
     except communication.CommunicationMismatch as error:
         return _fail(error, 4)
+    except CheckpointError as error:
+        return _fail(error, 6)
+    except OSError as error:
+        return _fail(f"cannot read or write {error.filename or 'the run folder'}: {error.strerror or error}", 6)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command goes on from the last checkpoint", 128 + signal.SIGINT)
 
@@ -74,34 +86,57 @@ def run_folder(arguments: Arguments, config: TrainConfig) -> Path:
     return Path(arguments.out or f"runs/{config.recipe}-{config.compression}-seed{config.seed}")
 
 
-def train(config: TrainConfig, folder: Path, command: str) -> int:
-    """Train, or go on training, the run in `folder`; return the exit code.
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What one call of the program adds to the configuration of a run.
+
+    Attributes:
+        folder: run folder.
+        command: command line, for environment.json.
+        from_step: checkpoint to go on from; None takes the newest.
+        deadline: `time.monotonic()` at which it shall save and stop; None: when the run is complete.
+    """
+
+    folder: Path
+    command: str
+    from_step: int | None = None
+    deadline: float | None = None
+
+
+def train(config: TrainConfig, session: Session) -> int:
+    """Train, or go on training, a run; return the exit code.
 
     Raises:
         ConfigError: for a mistake of the user's, before anything is compiled.
         Diverged: at a step that is not finite.
         CommunicationMismatch: if the compiled step does not send what the configuration says.
+        CheckpointError: for a checkpoint that could not be written.
     """
+    folder = session.folder
     started = time.perf_counter()
     corpus = load_corpus(config.data)
     _make_folder(folder)
     config, mesh = _make_mesh(config)
     start_logging()
     with Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints:
-        saved = checkpoints.latest()
+        saved = checkpoints.latest(session.from_step)
         if saved:
             check_same_run(saved, config, corpus.digest, folder)
             if saved.step >= config.steps:
                 _log.info(_complete(folder, saved.step))
                 return 0
-        _describe(config, corpus, folder, mesh, command)
-        run = Run(config, folder, corpus, _build(config, mesh), checkpoints)
+        _describe(config, corpus, folder, mesh, session.command)
+        program = step.build(config, mesh)
+        checkpoints.check_space(program.abstract_state())
+        parameters = None if saved or not config.init_from else _load_parameters(config, program)
+        _compile(program)
+        run = Run(config, session, corpus, program, checkpoints)
         _report_communication(run)
-        state, start = _first_state(run)
-        state, stopped_by = _loop(run, state, start)
-    if stopped_by:
-        _log.info("stopped by signal %d; the same command goes on from here", stopped_by)
-        return 128 + stopped_by
+        state, start = _first_state(run, parameters)
+        state, code = _loop(run, state, start)
+    if code:
+        _log.info("%s, state saved; the same command goes on from here", describe(code))
+        return code
     _write_sample(run, state)
     _log.info("%s, %.0f s", _complete(folder, config.steps), time.perf_counter() - started)
     return 0
@@ -112,10 +147,15 @@ class Run:
     """What does not change while a run trains."""
 
     config: TrainConfig
-    folder: Path
+    session: Session
     corpus: Corpus
     program: step.Program
     checkpoints: Checkpoints
+
+    @property
+    def folder(self) -> Path:
+        """Run folder."""
+        return self.session.folder
 
 
 def evaluate(program: step.Program, state: Any, batches: Sequence[dict[str, jax.Array]]) -> float:
@@ -130,23 +170,31 @@ def place(batch: Batch, sharding: jax.sharding.NamedSharding) -> dict[str, jax.A
 
 
 def _loop(run: Run, state: Any, start: int) -> tuple[Any, int]:
-    """Run the steps from `start` on; return the last state and the signal that ended them early, or 0."""
+    """Run the steps from `start` on; return the last state and the exit code of an early end, or 0."""
     steps = run.config.steps
     data = TrainingData(run.corpus, run.config.data, run.config.seed)
     path = run.folder / "metrics.jsonl" if jax.process_index() == 0 else None
-    with StepLog(path, start, steps) as log, Bar(start, steps) as bar, StopSignal() as stop:
+    guard = _guard(run, start)
+    with StepLog(path, start, steps, guard) as log, Bar(start, steps) as bar, Stop(run.session.deadline) as stop:
         hooks: list[Hook] = [log, _validation(run, log), _saving(run, log), bar]
         log.restart_clock()
         for done in range(start, steps):
             batch = place(data[done], run.program.batch_sharding)
             state, metrics = run.program.train_step(state, done, batch)
-            stopped_by = stop.received if done + 1 < steps else 0
-            progress = Progress(done + 1, bool(stopped_by) or done + 1 == steps, state, metrics)
+            code = stop.code() if done + 1 < steps else 0
+            progress = Progress(done + 1, bool(code) or done + 1 == steps, state, metrics)
             for hook in hooks:
                 hook(progress)
-            if stopped_by:
+            if code:
                 break
-    return state, stopped_by
+    if guard.skipped:
+        _log.warning("%d steps of this run were not finite and not applied", guard.skipped)
+    return state, code
+
+
+def _guard(run: Run, start: int) -> NonfiniteGuard:
+    before = [m for m in read_metrics(run.folder / "metrics.jsonl") if m["step"] <= start and m.get("skipped_step")]
+    return NonfiniteGuard(run.config.on_nonfinite, run.program.nonfinite_origin, len(before))
 
 
 def _validation(run: Run, log: StepLog) -> Hook:
@@ -165,9 +213,10 @@ def _validation(run: Run, log: StepLog) -> Hook:
 
 
 def _saving(run: Run, log: StepLog) -> Hook:
-    """Return the hook that saves now and then and when the loop ends."""
+    """Return the hook that saves now and then and when the loop ends, and notices a write that failed."""
 
     def hook(progress: Progress) -> None:
+        run.checkpoints.poll()
         if progress.step % run.config.checkpoint.every == 0 or progress.is_last:
             log.flush()  # a step that was not finite ends the run here, before it is saved
             position = Position(progress.step, dataclasses.asdict(run.config), run.corpus.digest)
@@ -175,31 +224,6 @@ def _saving(run: Run, log: StepLog) -> Hook:
             log.restart_clock()
 
     return hook
-
-
-class StopSignal:
-    """Remember SIGINT or SIGTERM in `received` so that a step can end and be saved; a second one acts at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        # Python lets only the main thread handle signals.
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {n: signal.signal(n, self._receive) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._restore()
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.received = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 def _make_folder(folder: Path) -> None:
@@ -225,16 +249,14 @@ def _make_mesh(config: TrainConfig) -> tuple[TrainConfig, jax.sharding.Mesh]:
         raise ConfigError(str(error)) from None
 
 
-def _build(config: TrainConfig, mesh: jax.sharding.Mesh) -> step.Program:
-    """Return the run's programs, the training step compiled."""
+def _compile(program: step.Program) -> None:
+    """Compile the training step."""
     started = time.perf_counter()
     try:
-        program = step.build(config, mesh)
         program.compiled  # noqa: B018  compiles
     except NotImplementedError as error:
         raise ConfigError(str(error)) from None
     _log.info("compiled the training step in %.1f s", time.perf_counter() - started)
-    return program
 
 
 def _report_communication(run: Run) -> None:
@@ -251,22 +273,37 @@ def _report_communication(run: Run) -> None:
     compression = step.compression_of(run.config)
     configured = {
         site: [direction for direction in directions if getattr(compression, direction)]
-        for site, directions in _SITES.items()
+        for site, directions in MESSAGES.items()
         if sizes["tp"] > 1
     }
     communication.check(collectives, plan, configured, compression.min_bytes)
 
 
-def _first_state(run: Run) -> tuple[Any, int]:
-    """Return the state to go on from and the number of steps it has seen."""
-    restored = run.checkpoints.restore(run.program.abstract_state())
+def _first_state(run: Run, parameters: Any) -> tuple[Any, int]:
+    """Return the state to go on from and the number of steps it has seen; a new run starts with `parameters`."""
+    restored = run.checkpoints.restore(run.program.abstract_state(), run.session.from_step)
     if restored:
         state, position = restored
         _log.info("resumed from step %d", position.step)
         return state, position.step
     state = run.program.init(run.config.seed)
+    if parameters is not None:
+        state = {**state, "params": parameters}
     first = TrainingData(run.corpus, run.config.data, run.config.seed)[0]
     return run.program.calibrate(state, place(first, run.program.batch_sharding)), 0
+
+
+def _load_parameters(config: TrainConfig, program: step.Program) -> Any:
+    """Return the parameters of the run, or of the one checkpoint, that --init-from names."""
+    path = Path(config.init_from)
+    at = int(path.name) if path.parent.name == "checkpoints" and path.name.isdigit() else None
+    folder = path.parent if at is not None else path / "checkpoints"
+    if not folder.is_dir():
+        raise ConfigError(f"--init-from={path}: no run folder with checkpoints, and no checkpoint in one")
+    with Checkpoints(folder, config.checkpoint) as checkpoints:
+        parameters, position = checkpoints.restore_parameters(program.abstract_state()["params"], at)
+    _log.info("parameters of %s, step %d; optimizer and scales start anew", path, position.step)
+    return parameters
 
 
 def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.sharding.Mesh, command: str) -> None:
@@ -327,4 +364,10 @@ def _fail(error: Exception | str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code == 6:
+        # Orbax's threads go on waiting for files that will never be written.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

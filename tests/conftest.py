@@ -1,8 +1,11 @@
-"""Eight emulated devices for every test process, set before JAX starts."""
+"""Eight emulated devices for every test process, set before JAX starts; runs of the trainer that tests share."""
 
+import contextlib
 import os
 
 import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -13,3 +16,33 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Let the runs of this file, also those in other processes, share what they compile."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield {name.upper(): str(value) for name, value in settings.items()}
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(compiled_once, tmp_path_factory):
+    """A run of six steps; its log is in the folder too."""
+    from trainer import TINY
+
+    from experiments import train
+
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
+        assert train.main([*TINY, f"--out={folder}"]) == 0
+    return folder

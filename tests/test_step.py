@@ -211,9 +211,15 @@ def test_global_norm_counts_every_element_once(spec):
     """T2: the norm of arange(8) is 11.832, however it is split."""
     tree = {"a": jnp.arange(8.0), "b": jnp.zeros(3)}
     specs = {"a": spec, "b": P()}
-    norm = spmd(lambda tree: global_norm(tree, specs)[None], mesh(dp=2, tp=4), (specs,), P())(tree)
+
+    def run(tree):
+        return [x[None] for x in global_norm(tree, specs)]
+
+    norm, squares = spmd(run, mesh(dp=2, tp=4), (specs,), P())(tree)
     for copy in copies(norm):
         assert float(copy[0]) == pytest.approx(11.832, abs=1e-3)
+    for copy in copies(squares):
+        np.testing.assert_array_equal(copy[0], [140.0, 0.0])
 
 
 def test_learning_rate_depends_on_the_step_alone():

@@ -123,6 +123,10 @@ def test_a_step_that_is_not_finite_changes_nothing(value):
     state, metrics = program.train_step(state, 0, placed(program, numpy_batch(CONFIG)))
     chex.assert_trees_all_equal(jax.device_get(state), before)
     assert (float(metrics["nonfinite"]), float(metrics["skipped_step"])) == (1, 1)
+    # The spoilt matrix is the last of four layers: what went in was finite, what came out was not.
+    assert float(metrics["nonfinite/mlp/forward"]) > 0
+    origin = program.nonfinite_origin(jax.device_get(metrics))
+    assert origin.startswith(", first in the forward mlp of layer 3 message, gradient of "), origin
     assert_equal_on_all_ranks(metrics)
     assert all((value[..., SKIPPED] == 0).all() for value in before["scales"].values())
 

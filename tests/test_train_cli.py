@@ -1,76 +1,22 @@
-import contextlib
 import json
 import math
-import os
 import re
-import signal
 import subprocess
 import sys
 
 import chex
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from trainer import TINY, assert_same_run, environment, numbers
 
 from experiments import communication, step, train
-from experiments.checkpoint import Checkpoints
 from experiments.cli import build_config, parse_arguments
-from experiments.config import CheckpointConfig
 from experiments.metrics import read_metrics
-from taco_jax.sharding.mesh import make_mesh, parse_mesh
 
 FIELDS = (
     "step", "loss", "grad_norm", "lr", "step_ms", "tokens_per_s", "saturation", "snr_forward", "snr_backward"
 )  # fmt: skip
-TINY = ("--recipe=tiny", "--mesh=dp2,pp2,tp2", "--set=sample_length=4")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """Let the runs of this file, also those in other processes, share what they compile."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield {name.upper(): str(value) for name, value in settings.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(compiled_once, tmp_path_factory):
-    """A run of six steps; its log is in the folder too."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
-        assert train.main([*TINY, f"--out={folder}"]) == 0
-    return folder
-
-
-def state_of(folder, *argv: str):
-    """Return the newest saved state of a run, on the mesh of the command."""
-    config = build_config(parse_arguments([*TINY, *argv]))
-    program = step.build(config, make_mesh(parse_mesh(config.mesh)))
-    with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
-        return checkpoints.restore(program.abstract_state())
-
-
-def numbers(folder, *names: str):
-    return [[values[name] for name in names] for values in read_metrics(folder / "metrics.jsonl")]
-
-
-def assert_same_run(folder, other) -> None:
-    """Two runs are equal bit for bit: every loss, gradient norm and learning rate, and the whole last state."""
-    assert numbers(folder, "step", "loss", "grad_norm", "lr") == numbers(other, "step", "loss", "grad_norm", "lr")
-    state, position = state_of(folder)
-    state_of_other, position_of_other = state_of(other)
-    assert position.step == position_of_other.step
-    chex.assert_trees_all_equal(state, state_of_other)
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 def test_pulse(uninterrupted):
@@ -110,47 +56,6 @@ def test_three_and_three_steps_equal_six(uninterrupted, tmp_path):  # T4, T10
     assert_same_run(tmp_path, uninterrupted)
 
 
-def command(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "experiments.train", *argv]
-
-
-def environment(compiled_once) -> dict[str, str]:
-    return os.environ | compiled_once | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONUNBUFFERED": "1"}
-
-
-def test_a_killed_run_resumes(uninterrupted, compiled_once, tmp_path):
-    argv = [*TINY, "--set=checkpoint.every=1", "--set=checkpoint.keep=2", f"--out={tmp_path}"]
-    with subprocess.Popen(command(*argv), env=environment(compiled_once), stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if line.startswith("step 4/6"):
-                process.kill()
-    assert process.returncode == -signal.SIGKILL
-    # What the last step wrote may be cut off.
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')
-    assert train.main(argv) == 0
-    assert_same_run(tmp_path, uninterrupted)
-
-
-def test_a_stopped_run_saves_and_goes_on(uninterrupted, tmp_path, capsys, monkeypatch):
-    advance = step.Program.train_step
-
-    def stop_at_the_fourth(self, state, number, batch):
-        if number == 3:
-            signal.raise_signal(signal.SIGTERM)
-        return advance(self, state, number, batch)
-
-    argv = [*TINY, "--set=checkpoint.every=100", f"--out={tmp_path}"]
-    with monkeypatch.context() as patch:
-        patch.setattr(step.Program, "train_step", stop_at_the_fourth)
-        assert train.main(argv) == 128 + signal.SIGTERM
-    assert "stopped by signal 15" in capsys.readouterr().out
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
-    assert train.main(argv) == 0
-    assert "resumed from step 4" in capsys.readouterr().out
-    assert_same_run(tmp_path, uninterrupted)
-
-
 def test_another_mesh_and_more_steps_continue_the_run(uninterrupted, tmp_path, capsys):  # K1
     argv = [*TINY, f"--out={tmp_path}"]
     assert train.main([*argv, "--steps=2"]) == 0
@@ -167,21 +72,6 @@ def test_another_compression_or_model_is_another_run(uninterrupted, capsys):  # 
     error = capsys.readouterr().err
     assert "compression is taco, not fp8" in error and "model.num_layers is 2, not 4" in error
     assert error.count("\n") == 1
-
-
-def test_a_step_that_is_not_finite_ends_the_run(tmp_path, capsys, monkeypatch):
-    advance = step.Program.train_step
-
-    def broken_third(self, state, number, batch):
-        state, metrics = advance(self, state, number, batch)
-        return state, metrics | ({"loss": jnp.float32(jnp.nan)} if number == 2 else {})
-
-    monkeypatch.setattr(step.Program, "train_step", broken_third)
-    assert train.main([*TINY, f"--out={tmp_path}"]) == 3
-    assert "step 3: loss nan" in capsys.readouterr().err
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert "NaN" not in text and json.loads(text.splitlines()[-1])["loss"] is None
-    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_what_is_not_on_the_wire_ends_the_run(tmp_path, capsys, monkeypatch):  # C14

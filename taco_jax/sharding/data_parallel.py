@@ -22,20 +22,28 @@ def sum_replicas(tree: Any, specs: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(lambda x, spec: lax.psum(x, _others(spec, axes)), tree, specs)
 
 
-def global_norm(tree: Any, specs: Any) -> jax.Array:
-    """Return the L2 norm of the global arrays, f32, the same on all ranks: every element counts once.
+def global_norm(tree: Any, specs: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the L2 norm of the global arrays, every element counted once, and what each leaf adds to its square.
 
     ||g||^2 = sum over leaves of the psum of the local squares over the axes the leaf is sharded on; leaves that are
     sharded on the same axes share one psum.
+
+    Returns:
+        f32[] and f32[leaves], the same on all ranks.
     """
-    squares: dict[tuple[str, ...], list[jax.Array]] = collections.defaultdict(list)
-    for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs, is_leaf=_is_spec), strict=True):
-        squares[tuple(sorted(mesh_axes(spec)))].append(jnp.sum(jnp.square(leaf.astype(jnp.float32))))
-    total = jnp.float32(0)
-    for axes, parts in squares.items():
-        part = jnp.sum(jnp.stack(parts))
-        total += lax.psum(part, axes) if axes else part
-    return jnp.sqrt(total)
+    leaves, specs = jax.tree.leaves(tree), jax.tree.leaves(specs, is_leaf=_is_spec)
+    groups: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+    for index, (_, spec) in enumerate(zip(leaves, specs, strict=True)):
+        groups[tuple(sorted(mesh_axes(spec)))].append(index)
+    total, squares = jnp.float32(0), [jnp.float32(0)] * len(leaves)
+    for axes, indices in groups.items():
+        parts = jnp.stack([jnp.sum(jnp.square(leaves[index].astype(jnp.float32))) for index in indices])
+        sums = jnp.concatenate([jnp.sum(parts)[None], parts])
+        sums = lax.psum(sums, axes) if axes else sums
+        total += sums[0]
+        for index, square in zip(indices, sums[1:], strict=True):
+            squares[index] = square
+    return jnp.sqrt(total), jnp.stack(squares)
 
 
 def _others(spec: P, axes: tuple[str, ...]) -> tuple[str, ...]:
