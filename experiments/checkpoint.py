@@ -23,7 +23,8 @@ CHANGEABLE = (
     "eval_every",
     "eval_batches",
     "sample_length",
-    "data.path",  # the text's digest is compared instead
+    "data.path",  # the data's digest is compared instead
+    "data.tokenizer",  # its digest is part of the data's
     "parallel.",
     "communication.chunks",
     "communication.implementation",
