@@ -167,8 +167,10 @@ def _parse_value(name: str, text: str, kind: type) -> object:
 
 def _one_line(box: str, kind: type) -> str:
     """Return the first paragraph of a message that tyro framed, as one line."""
-    lines = (line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰")))
-    paragraph = itertools.takewhile(lambda line: line and not line.startswith("─"), lines)
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    if lines[1:] and not lines[1].strip("-"):  # where stdout is not UTF-8 the title stands in a line of its own
+        lines = lines[2:]
+    paragraph = itertools.takewhile(lambda line: line.strip("─-"), lines)
     text = " ".join(paragraph) or "cannot read the command line"
     if match := re.match(r"Unrecognized options: (--[\w-]+)", text):
         names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(kind)]

@@ -155,7 +155,7 @@ class TrainingData:
     """Endless shuffled training batches; `data[k]` is batch k.
 
     Every source is shuffled and repeated by itself, and they take turns: of any first n sequences a source gives its
-    weight times n, to within 1 % of it and one sequence.
+    weight times n, to within 1 % of it and a few sequences.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, seed: int):

@@ -112,7 +112,7 @@ def prepare(arguments: Arguments, out: Path, tokenizer: Tokenizer, dtype: np.dty
             )
             write_sidecar(out, sidecar, temporary)
     except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.filename or out}: {error.strerror}") from None
+        raise ConfigError(f"cannot write --out={out}: {error.strerror}") from None
     return summary
 
 
@@ -126,15 +126,22 @@ def _checked_out(arguments: Arguments) -> Path:
         if path.endswith(".bin"):
             raise ConfigError(f"{path} holds token ids already; --data takes several files")
         check_is_text(path)
-        try:
-            open(path, "rb").close()
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        # Not opened: that would end a pipe.
+        if reason := _unreadable_reason(path):
+            raise ConfigError(f"cannot read {path}: {reason}")
     out = Path(arguments.out)
     existing = [str(path) for path in (out, sidecar_path(out)) if path.exists()]
     if existing and not arguments.force:
         raise ConfigError(f"{existing[0]} exists; --force replaces it")
     return out
+
+
+def _unreadable_reason(path: str) -> str | None:
+    if not os.path.exists(path):
+        return "there is no such file"
+    if os.path.isdir(path):
+        return "it is a folder"
+    return None if os.access(path, os.R_OK) else "its permissions forbid it"
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def sample_text(
     for _ in range(length):
         recent = text[-context:]
         window[0, : len(recent)] = recent
-        logits = np.array(program.logits(state, window)[0, len(recent) - 1, :vocab_size])
+        logits = np.array(program.logits(state, window))[0, len(recent) - 1, :vocab_size]
         logits[unused] = -np.inf
         weights = np.exp((logits - np.max(logits)).astype(np.float64) / temperature)
         text.append(int(generator.choice(vocab_size, p=weights / weights.sum())))

@@ -129,7 +129,8 @@ def sidecar_tokenizer(path: Path, sidecar: Sidecar) -> Tokenizer:
     if sidecar.tokenizer == BYTES:
         return load_tokenizer(BYTES)
     try:
-        return load_tokenizer(",".join(str(path.parent / part) for part in sidecar.tokenizer.split(",")))
+        places = [os.path.normpath(path.parent.resolve() / part) for part in sidecar.tokenizer.split(",")]
+        return load_tokenizer(",".join(places))
     except ConfigError as error:
         raise ConfigError(f"{sidecar_path(path)}: {error}; data.tokenizer can name another place") from None
 
