@@ -207,7 +207,7 @@ def _end_of_piece(block: bytes) -> int:
     cuts = [match.start() for match in _CUT.finditer(tail)]
     if cuts:
         return start + len(tail[: cuts[-1]].encode("utf-8", "surrogateescape"))
-    last = next((i for i in range(len(block) - 1, len(block) - 5, -1) if block[i] & 0xC0 != 0x80), 0)
+    last = next((i for i in range(len(block) - 1, max(len(block) - 5, -1), -1) if block[i] & 0xC0 != 0x80), 0)
     return last if block[last] >= 0xC0 else len(block)
 
 
