@@ -33,7 +33,8 @@ CHANGEABLE = (
     "eval_batches",
     "sample_length",
     "on_nonfinite",
-    "data.path",  # the text's digest is compared instead
+    "data.path",  # the data's digest is compared instead
+    "data.tokenizer",  # its digest is part of the data's
     "parallel.",
     "communication.chunks",
     "communication.implementation",

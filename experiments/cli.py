@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -17,6 +17,7 @@ from experiments.config import ConfigError, TrainConfig, flatten, nearest
 from experiments.recipes import RECIPES
 
 PROGRAM = "python -m experiments.train"
+T = TypeVar("T")
 
 
 def _flag(metavar: str, default: str = "the recipe's") -> Any:
@@ -66,7 +67,7 @@ class Arguments:
     recipe: Annotated[str, _flag("main|small|tiny", "main")] = "main"
     """Starting point that the other flags change."""
     data: Annotated[str, _flag("FILE", "the King James Bible that comes with the package")] = ""
-    """A text file to learn from."""
+    """What to learn from: a text, .jsonl or prepared .bin file, or several with weights, a.bin:0.7,b.txt:0.3."""
     steps: Annotated[int | None, _WHOLE_NUMBER, _flag("INT")] = None
     """Optimizer steps; more than a finished run has continue it."""
     compression: Annotated[str, _flag("taco|taco_block|fp8|int8|none")] = ""
@@ -100,7 +101,17 @@ _FLAGS = {
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Read the command line.
+    """Read the trainer's command line.
+
+    Raises:
+        ConfigError: for what it cannot read, on one line.
+        SystemExit: after `--help`.
+    """
+    return parse_command_line(Arguments, PROGRAM, argv)
+
+
+def parse_command_line(kind: type[T], program: str, argv: Sequence[str]) -> T:
+    """Read a command line as the dataclass `kind`.
 
     Raises:
         ConfigError: for what it cannot read, on one line.
@@ -109,11 +120,11 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(Arguments, prog=PROGRAM, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
+            return tyro.cli(kind, prog=program, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ConfigError(_one_line(errors.getvalue())) from None
+        raise ConfigError(_one_line(errors.getvalue(), kind)) from None
 
 
 def build_config(arguments: Arguments) -> TrainConfig:
@@ -179,12 +190,14 @@ def _parse_value(name: str, text: str, kind: type) -> object:
         raise ConfigError(f"--set {name} needs {wanted}, got {text!r}") from None
 
 
-def _one_line(box: str) -> str:
+def _one_line(box: str, kind: type) -> str:
     """Return the first paragraph of a message that tyro framed, as one line."""
-    lines = (line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰")))
-    paragraph = itertools.takewhile(lambda line: line and not line.startswith("─"), lines)
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    if lines[1:] and not lines[1].strip("-"):  # where stdout is not UTF-8 the title stands in a line of its own
+        lines = lines[2:]
+    paragraph = itertools.takewhile(lambda line: line.strip("─-"), lines)
     text = " ".join(paragraph) or "cannot read the command line"
     if match := re.match(r"Unrecognized options: (--[\w-]+)", text):
-        names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Arguments)]
+        names = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(kind)]
         return f"there is no option {match[1]}{nearest(match[1], names)}"
     return text

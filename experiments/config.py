@@ -22,13 +22,14 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the GPT that is trained; `vocab_size` is the tokenizer's, padding to tp happens inside."""
+    """Shape of the GPT that is trained; padding of the vocabulary to tp happens inside."""
 
     num_layers: int = 4
     hidden_size: int = 128
     num_heads: int = 8
     intermediate_size: int = 512
-    vocab_size: int = 256
+    vocab_size: int = 0
+    """0 means the tokenizer's; ids beyond the tokenizer's are never sampled."""
     tie_embeddings: bool = True
 
 
@@ -37,7 +38,13 @@ class DataConfig:
     """What is read and how it is cut into batches; the same tokens on every mesh."""
 
     path: str = ""
-    """A text file; empty means the King James Bible shipped with the package."""
+    """A text, a .jsonl file, a .bin of token ids, or several with weights, `a.bin:0.7,b.txt:0.3`; without weights they
+    count in proportion to their sizes. Empty means the King James Bible shipped with the package."""
+    tokenizer: str = ""
+    """`bytes`, a tokenizer.json, a folder with one or with vocab.json and merges.txt, or VOCAB,MERGES. Empty means the
+    first .bin file's, or bytes."""
+    text_field: str = "text"
+    """Where the text stands in the objects of a .jsonl file."""
     sequence_length: int = 64
     batch_size: int = 64
     """Sequences per step over the whole mesh."""
@@ -213,8 +220,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.hidden_size": (1, math.inf),
     "model.num_heads": (1, math.inf),
     "model.intermediate_size": (1, math.inf),
-    # Tokens are bytes.
-    "model.vocab_size": (256, math.inf),
+    "model.vocab_size": (0, math.inf),
     "data.sequence_length": (1, math.inf),
     "data.batch_size": (1, math.inf),
     "optimizer.warmup_steps": (0, math.inf),

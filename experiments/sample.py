@@ -1,26 +1,41 @@
-"""Let a trained model continue a text, byte by byte."""
+"""Let a trained model continue a text, token by token."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from experiments.tokenizer import ByteTokenizer, Tokenizer
+
 
 def sample_text(
-    program: Any, state: Any, *, prompt: bytes, length: int, context: int, seed: int, temperature: float = 0.8
+    program: Any,
+    state: Any,
+    *,
+    prompt: Sequence[int],
+    length: int,
+    context: int,
+    seed: int,
+    temperature: float = 0.8,
+    tokenizer: Tokenizer | None = None,
 ) -> str:
-    """Return `prompt` and `length` bytes that the model continues it with, the same for the same seed.
+    """Return the text of `prompt` and of `length` ids that the model continues it with, the same for the same seed.
 
-    p(next = v) = softmax(logits_v / temperature) over the 256 bytes, given the last `context` bytes.
+    p(next = v) = softmax(logits_v / temperature) over the ids that the tokenizer has a token for, given the last
+    `context` ids. The model may know more ids; they are padding.
 
     Args:
-        program: whose `logits(state, tokens[1, S])` returns f32[1, S, V], V at least 256.
+        program: whose `logits(state, tokens[1, S])` returns f32[1, S, V], V at least the tokenizer's vocab_size.
         state: the state of the run.
-        prompt: a text of one byte or more to begin with.
-        length: number of bytes to draw.
+        prompt: one id or more to begin with.
+        length: number of ids to draw.
         context: longest window the model reads.
         seed: of the draws.
-        temperature: below 1 the likely bytes become likelier.
+        temperature: below 1 the likely ids become likelier.
+        tokenizer: of the ids; bytes by default.
     """
+    tokenizer = tokenizer or ByteTokenizer()
+    vocab_size, unused = tokenizer.vocab_size, list(tokenizer.unused)
     generator = np.random.default_rng(seed)
     text = list(prompt)
     # One shape, so that one program is compiled: what lies right of a position does not reach it.
@@ -28,7 +43,8 @@ def sample_text(
     for _ in range(length):
         recent = text[-context:]
         window[0, : len(recent)] = recent
-        logits = np.asarray(program.logits(state, window))[0, len(recent) - 1, :256]
+        logits = np.array(program.logits(state, window))[0, len(recent) - 1, :vocab_size]
+        logits[unused] = -np.inf
         weights = np.exp((logits - np.max(logits)).astype(np.float64) / temperature)
-        text.append(int(generator.choice(256, p=weights / weights.sum())))
-    return bytes(text).decode("utf-8", errors="replace")
+        text.append(int(generator.choice(vocab_size, p=weights / weights.sum())))
+    return tokenizer.decode(text)

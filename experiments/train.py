@@ -30,7 +30,7 @@ from experiments import communication, step
 from experiments.checkpoint import CheckpointError, Checkpoints, Position, check_same_run
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
 from experiments.config import ConfigError, TrainConfig, validate
-from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches
+from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches, with_vocabulary
 from experiments.metrics import (
     Bar,
     Hook,
@@ -115,6 +115,7 @@ def train(config: TrainConfig, session: Session) -> int:
     folder = session.folder
     started = time.perf_counter()
     corpus = load_corpus(config.data)
+    config = with_vocabulary(config, corpus)
     _make_folder(folder)
     config, mesh = _make_mesh(config)
     start_logging()
@@ -123,7 +124,7 @@ def train(config: TrainConfig, session: Session) -> int:
         if saved:
             check_same_run(saved, config, corpus.digest, folder)
             if saved.step >= config.steps:
-                _log.info(_complete(folder, saved.step))
+                _log.info(_complete(folder, saved.step, corpus))
                 return 0
         _describe(config, corpus, folder, mesh, session.command)
         program = step.build(config, mesh)
@@ -138,7 +139,7 @@ def train(config: TrainConfig, session: Session) -> int:
         _log.info("%s, state saved; the same command goes on from here", describe(code))
         return code
     _write_sample(run, state)
-    _log.info("%s, %.0f s", _complete(folder, config.steps), time.perf_counter() - started)
+    _log.info("%s, %.0f s", _complete(folder, config.steps, corpus), time.perf_counter() - started)
     return 0
 
 
@@ -338,18 +339,19 @@ def _write_sample(run: Run, state: Any) -> None:
     text = sample_text(
         run.program,
         state,
-        prompt=run.corpus.validation[: 1 + config.data.sequence_length // 2].tobytes(),
+        prompt=run.corpus.validation[: 1 + config.data.sequence_length // 2].tolist(),
         length=config.sample_length,
         context=config.data.sequence_length,
         seed=config.seed,
+        tokenizer=run.corpus.tokenizer,
     )
     _log.info("sample: %s", text)
     _write(run.folder / "sample.txt", text + "\n")
 
 
-def _complete(folder: Path, steps: int) -> str:
+def _complete(folder: Path, steps: int, corpus: Corpus) -> str:
     losses = [m["val_loss"] for m in read_metrics(folder / "metrics.jsonl") if m.get("val_loss") is not None]
-    validation = f"validation loss {losses[-1]:.4f} nats/byte" if losses else "no validation loss"
+    validation = f"validation loss {corpus.format_loss(losses[-1])}" if losses else "no validation loss"
     return f"the run is complete: {validation} after {steps} steps; {folder} (a larger --steps continues it)"
 
 

@@ -6,6 +6,7 @@ import pytest
 from experiments.checkpoint import Position, check_same_run
 from experiments.cli import apply_settings, build_config, config_json, parse_arguments
 from experiments.config import ConfigError, TrainConfig, flatten, validate
+from experiments.data import load_corpus, with_vocabulary
 from experiments.recipes import RECIPES
 
 
@@ -69,7 +70,7 @@ def test_config_json_holds_every_field():
         (["--set=communication.implementation=trion"], ["did you mean triton?"]),
         (["--steps=0"], ["steps must be at least 1, got 0"]),
         (["--seed=-1"], ["seed must be from 0"]),
-        (["--set=model.vocab_size=100"], ["model.vocab_size must be at least 256"]),
+        (["--set=model.vocab_size=-1"], ["model.vocab_size must be at least 0"]),
         (["--set=optimizer.learning_rate=nan"], ["learning_rate must be above 0 and finite, got nan"]),
         (["--set=data.validation_fraction=1"], ["validation_fraction must be between 0 and 1"]),
         (
@@ -115,7 +116,13 @@ def test_what_a_resumed_run_may_change(tmp_path):
     config = read("--recipe=tiny")
     other = apply_settings(
         dataclasses.replace(config, mesh="dp2,pp2,tp2", steps=99),
-        ["eval_every=7", "parallel.remat=false", "checkpoint.every=1", "communication.chunks=2"],
+        [
+            "eval_every=7",
+            "parallel.remat=false",
+            "checkpoint.every=1",
+            "communication.chunks=2",
+            "data.tokenizer=bytes",
+        ],
     )
     check_same_run(position_of(config), other, "a", tmp_path)
 
@@ -135,6 +142,15 @@ def test_a_resumed_run_must_not_change_compression_or_text(tmp_path):
     changed = dataclasses.replace(config, compression="fp8", seed=4)
     with pytest.raises(ConfigError, match="compression is taco, not fp8; seed is 0, not 4; data has other contents"):
         check_same_run(position_of(config), changed, "b", tmp_path)
+
+
+def test_a_run_from_before_the_vocabulary_was_the_tokenizer_s_goes_on(tmp_path):
+    config = read("--recipe=tiny")
+    digest = "262804ea6774be16b1e593db24f9465f0417ea0148bba2fb5a3022c26ca1e56d"
+    position = position_of(apply_settings(config, ["model.vocab_size=256"]), digest)
+    del position.config["data"]["tokenizer"], position.config["data"]["text_field"]
+    corpus = load_corpus(config.data)
+    check_same_run(position, with_vocabulary(config, corpus), corpus.digest, tmp_path)
 
 
 def test_a_field_that_is_younger_than_the_checkpoint_had_its_default(tmp_path):

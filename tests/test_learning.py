@@ -6,6 +6,7 @@ import pytest
 
 from experiments import step, train
 from experiments.checkpoint import Checkpoints
+from experiments.cli import apply_settings
 from experiments.config import CheckpointConfig
 from experiments.data import load_corpus
 from experiments.recipes import RECIPES
@@ -20,7 +21,7 @@ def test_shuffling_all_but_the_last_byte_of_the_context_costs_a_tenth_of_a_nat(t
     settings = [f"--set=optimizer.decay_steps={STEPS}", "--set=sample_length=0"]
     assert train.main([*arguments, *settings]) == 0
 
-    config = RECIPES["small"]()
+    config = apply_settings(RECIPES["small"](), ["model.vocab_size=256"])
     program = step.build(config, make_mesh(parse_mesh("dp1,pp1,tp2")))
     with Checkpoints(tmp_path / "checkpoints", CheckpointConfig()) as checkpoints:
         state, position = checkpoints.restore(program.abstract_state())
