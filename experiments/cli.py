@@ -22,21 +22,26 @@ def _flag(metavar: str, default: str = "the recipe's") -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
-def _whole_number(words: list[str]) -> int:
-    try:
-        return int(words[0])
-    except ValueError:
-        raise ValueError(f"needs a whole number, got {words[0]!r}") from None
+def _number(kind: type, wanted: str, metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:
+    """Return how tyro reads a number or None: its own text for a bad one spans lines and names Python types."""
+
+    def read(words: list[str]) -> Any:
+        try:
+            return kind(words[0])
+        except ValueError:
+            raise ValueError(f"needs {wanted}, got {words[0]!r}") from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
-# tyro's own text for a bad `int | None` spans lines and names Python types.
-_WHOLE_NUMBER = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="INT",
-    instance_from_str=_whole_number,
-    is_instance=lambda value: value is None or isinstance(value, int),
-    str_from_instance=lambda value: [str(value)],
-)
+_WHOLE_NUMBER = _number(int, "a whole number", "INT")
+_NUMBER = _number(float, "a number", "FLOAT")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ class Arguments:
     """Run folder; the same command, also with another mesh or more steps, continues the run that it holds."""
     seed: Annotated[int | None, _WHOLE_NUMBER, _flag("INT")] = None
     """Seed of the initial parameters and of the order of the data."""
+    profile: Annotated[str, _flag("FIRST:STOP", "none")] = ""
+    """Trace these steps into RUN/profile; 10:13 means 10, 11, 12."""
+    peak_flops: Annotated[float | None, _NUMBER, _flag("FLOP/S", "what is known of the device")] = None
+    """Dense FLOP/s of one device, which the MFU is a fraction of; 989e12 for an H100."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, _flag("SECTION.FIELD=VALUE", "")] = ()
     """Change any other field that --print-config shows."""
     print_config: bool = False
@@ -71,6 +80,8 @@ _FLAGS = {
     "steps": "steps",
     "compression": "compression",
     "seed": "seed",
+    "profile": "log.profile",
+    "peak_flops": "log.peak_flops",
 }
 
 
@@ -122,7 +133,7 @@ def apply_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
         if not equals:
             raise ConfigError(f"--set {setting}: write section.field=value, such as optimizer.learning_rate=0.001")
         if name in flags:
-            raise ConfigError(f"--set {setting}: use --{flags[name]}={text}")
+            raise ConfigError(f"--set {setting}: use --{flags[name].replace('_', '-')}={text}")
         if name not in fields:
             raise ConfigError(f"--set {setting}: there is no field {name!r}{nearest(name, fields)}")
         if name in seen:

@@ -1,7 +1,8 @@
 """Train a GPT on a dp x pp x tp mesh: `python -m experiments.train --mesh=dp4,pp4,tp8`.
 
 Rerunning a command resumes its run folder. Exit codes: 0 the run is complete, 2 a mistake in the command, 3 a step was
-not finite, 4 the compiled step does not send what the configuration says, 128 + n stopped by signal n, state saved.
+not finite, 4 the compiled step does not send what the configuration says, 5 devices that must hold the same bits do not
+(log.replica_hash_every), 128 + n stopped by signal n, state saved.
 """
 
 import dataclasses
@@ -22,8 +23,9 @@ import jax
 from experiments import communication, step
 from experiments.checkpoint import Checkpoints, Position, check_same_run
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
-from experiments.config import ConfigError, TrainConfig, validate
+from experiments.config import ConfigError, TrainConfig, profiled_steps, validate
 from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches
+from experiments.flops import throughput_of
 from experiments.metrics import (
     Bar,
     Diverged,
@@ -34,7 +36,10 @@ from experiments.metrics import (
     start_logging,
     write_atomically,
 )
+from experiments.profiling import Profiler
+from experiments.replicas import ReplicasDiffer, replica_check
 from experiments.sample import sample_text
+from experiments.trackers import check_installed, tracking
 from taco_jax.sharding.mesh import format_mesh, make_mesh, parse_mesh, resolve_sizes
 
 _log = logging.getLogger("experiments")
@@ -65,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 3)
     except communication.CommunicationMismatch as error:
         return _fail(error, 4)
+    except ReplicasDiffer as error:
+        return _fail(error, 5)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command goes on from the last checkpoint", 128 + signal.SIGINT)
 
@@ -81,8 +88,10 @@ def train(config: TrainConfig, folder: Path, command: str) -> int:
         ConfigError: for a mistake of the user's, before anything is compiled.
         Diverged: at a step that is not finite.
         CommunicationMismatch: if the compiled step does not send what the configuration says.
+        ReplicasDiffer: if devices that must hold the same bits do not.
     """
     started = time.perf_counter()
+    check_installed(config.log)
     corpus = load_corpus(config.data)
     _make_folder(folder)
     config, mesh = _make_mesh(config)
@@ -134,12 +143,21 @@ def _loop(run: Run, state: Any, start: int) -> tuple[Any, int]:
     steps = run.config.steps
     data = TrainingData(run.corpus, run.config.data, run.config.seed)
     path = run.folder / "metrics.jsonl" if jax.process_index() == 0 else None
-    with StepLog(path, start, steps) as log, Bar(start, steps) as bar, StopSignal() as stop:
-        hooks: list[Hook] = [log, _validation(run, log), _saving(run, log), bar]
+    throughput = throughput_of(run.config, run.program.model_config, run.program.mesh)
+    with (
+        tracking(run.config, run.folder, start) as tracker,
+        StepLog(path, start, steps, tracker, throughput) as log,
+        Profiler(run.folder / "profile", profiled_steps(run.config.log.profile), start, log) as profiler,
+        Bar(start, steps) as bar,
+        StopSignal() as stop,
+    ):
+        replicas = replica_check(run.config.log.replica_hash_every, log)
+        hooks: list[Hook] = [log, profiler, replicas, _validation(run, log), _saving(run, log), bar]
         log.restart_clock()
         for done in range(start, steps):
             batch = place(data[done], run.program.batch_sharding)
-            state, metrics = run.program.train_step(state, done, batch)
+            with profiler.step(done + 1):
+                state, metrics = run.program.train_step(state, done, batch)
             stopped_by = stop.received if done + 1 < steps else 0
             progress = Progress(done + 1, bool(stopped_by) or done + 1 == steps, state, metrics)
             for hook in hooks:
