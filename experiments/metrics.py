@@ -96,16 +96,17 @@ class StepLog:
 
     def annotate(self, measure: Callable[[], dict[str, float]]) -> None:
         """Add what `measure` returns to the step held back; the time it takes is no step's."""
-        with self.paused() as pending:
-            pending.extra |= measure()
+        assert self._pending is not None
+        with self.paused():
+            self._pending.extra |= measure()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[Progress]:
-        """Wait for the step held back and yield it; the time that the caller then takes is no step's."""
-        assert self._pending is not None
-        jax.block_until_ready(self._pending.metrics)
+    def paused(self) -> Iterator[None]:
+        """Wait for the step held back, if there is one; the time that the caller then takes is no step's."""
+        if self._pending is not None:
+            jax.block_until_ready(self._pending.metrics)
         before = time.perf_counter()
-        yield self._pending
+        yield
         self._started += time.perf_counter() - before
 
     def flush(self) -> None:
