@@ -119,6 +119,7 @@ class WandB:
         except Exception as error:  # whatever the service answers, training goes on
             reason = str(error).strip().split("\n")[0]
             _log.warning("W&B writes to %s only, as WANDB_MODE=offline does: %s", self._folder / "wandb", reason)
+            wandb.teardown()  # its service still holds the id
             self._run = wandb.init(**arguments, mode="offline")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
