@@ -122,8 +122,9 @@ def site_panels(runs: Sequence[RunData]) -> dict[str, list[Panel]]:
             if (match := _SITE_KEY.fullmatch(key)) and (match[1] != "nonfinite" or run.columns[key].any()):
                 found.setdefault((match[1], match[2]), set()).add(match[3])
     sections: dict[str, list[Panel]] = {}
-    for (quantity, site), ways in sorted(found.items()):
+    for quantity, site in sorted(found, key=lambda place: (list(_SITE_QUANTITIES).index(place[0]), place[1])):
         title, unit, scale = _SITE_QUANTITIES[quantity]
+        ways = found[quantity, site]
         curves = tuple(Curve(f"{quantity}/{site}/{way}", *_WAYS[way]) for way in _WAYS if way in ways)
         sections.setdefault(title, []).append(Panel(site, unit, curves, scale, width=_NARROW))
     return sections

@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit code."""
     options = tyro.cli(Options, prog=PROGRAM, args=argv)
     try:
+        if not options.runs:
+            raise ConfigError("name one or more run folders")
         text = page(read_runs(list(options.runs)))
         options.out.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -74,8 +76,10 @@ def page(runs: Sequence[RunData]) -> str:
         training=_section("Training", drawings, "two"),
         communication=_section("Communication", [sent] if sent else [], "one"),
         sites="".join(_section(title, section, "four") for title, section in sites.items()),
-        # Inside a script, "</" would end it whatever the string.
-        data=json.dumps({"runs": [run.name for run in runs], "panels": curves}, allow_nan=False).replace("</", "<\\/"),
+        # What looks like a tag would end the script or comment it out.
+        data=json.dumps({"runs": [run.name for run in runs], "panels": curves}, allow_nan=False).replace(
+            "<", "\\u003c"
+        ),
     )
 
 

@@ -88,5 +88,6 @@ def _described(name: str, found: dict[int, list[jax.Device]]) -> str:
 
 
 def _listed(devices: list[jax.Device]) -> str:
-    shown = ", ".join(str(device.id) for device in devices[:8])
+    process = " (process {})" if jax.process_count() > 1 else ""
+    shown = ", ".join(f"{device.id}{process.format(device.process_index)}" for device in devices[:8])
     return f"device{'s' * (len(devices) > 1)} {shown}{', ...' * (len(devices) > 8)}"

@@ -1,4 +1,5 @@
 import contextlib
+import gzip
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from event_files import scalars
 from jax.experimental.compilation_cache import compilation_cache
 
 from experiments import communication, step, train
@@ -47,8 +49,9 @@ def compiled_once(tmp_path_factory):
 def uninterrupted(compiled_once, tmp_path_factory):
     """A run of six steps; its log is in the folder too."""
     folder = tmp_path_factory.mktemp("uninterrupted")
+    recording = ("--set=log.tensorboard=true", "--set=log.replica_hash_every=2", "--profile=2:4", "--peak-flops=1e10")
     with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
-        assert train.main([*TINY, f"--out={folder}"]) == 0
+        assert train.main([*TINY, *recording, f"--out={folder}"]) == 0
     return folder
 
 
@@ -78,7 +81,13 @@ def test_pulse(uninterrupted):
     out = (folder / "log").read_text()
     assert "training bytes 0..4,084,645, validation bytes 4,084,646" in out
     assert re.search(r"compiled the training step in \d", out)
-    assert re.search(r"^step 2/6  loss 5\.\d+  grad norm \S+  lr 1.00e-03  \d+ ms  \S+ tokens/s  saturation", out, re.M)
+    assert re.search(
+        r"^step 2/6  loss 5\.\d+  grad norm \S+  lr 1.00e-03  \d+ ms  \S+ tokens/s  "
+        r"\S+ [MG]FLOP/s/device  MFU \S+ %  saturation",
+        out,
+        re.M,
+    )
+    assert re.search(r"^step 1/6  loss .*  \d+ ms \(first step, with warm-up\)  saturation", out, re.M)
     assert re.search(r"SNR [23]\d\.\d/[23]\d\.\d dB  validation \d\.\d", out)
     assert "sample: " in out
     assert re.search(rf"the run is complete: validation loss \d\.\d+ nats/byte after 6 steps; {folder}", out)
@@ -94,6 +103,19 @@ def test_pulse(uninterrupted):
     assert json.loads((folder / "config.json").read_text())["mesh"] == "dp2,pp2,tp2"
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["platform"] == "cpu" and environment["jax"] == jax.__version__
+
+
+def test_trackers_and_traces_of_a_run(uninterrupted):
+    rows = read_metrics(uninterrupted / "metrics.jsonl")
+    found = scalars(uninterrupted / "tensorboard")
+    assert found.keys() == {name for values in rows for name in values} - {"step"}
+    for name, points in found.items():
+        expected = [(values["step"], values[name]) for values in rows if name in values]
+        assert points == [(number, pytest.approx(value)) for number, value in expected]
+    assert all(0 < values["mfu"] == pytest.approx(values["tflops_per_device"] / 0.01) for values in rows)
+    (trace,) = (uninterrupted / "profile").glob("plugins/profile/*/*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sorted(int(e["args"]["step_num"]) for e in events if e.get("name") == "train") == [2, 3]
 
 
 def test_the_same_command_says_that_the_run_is_complete(uninterrupted, capsys, monkeypatch):
@@ -120,6 +142,7 @@ def environment(compiled_once) -> dict[str, str]:
 
 def test_a_killed_run_resumes(uninterrupted, compiled_once, tmp_path):
     argv = [*TINY, "--set=checkpoint.every=1", "--set=checkpoint.keep=2", f"--out={tmp_path}"]
+    argv.append("--set=log.tensorboard=true")
     with subprocess.Popen(command(*argv), env=environment(compiled_once), stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("step 4/6"):
@@ -130,6 +153,9 @@ def test_a_killed_run_resumes(uninterrupted, compiled_once, tmp_path):
         file.write('{"step": 5, "lo')
     assert train.main(argv) == 0
     assert_same_run(tmp_path, uninterrupted)
+    # What was written in the second before the kill may be missing, but no step is there twice.
+    steps = [number for number, _ in scalars(tmp_path / "tensorboard")["loss"]]
+    assert steps == sorted(set(steps)) and steps[-2:] == [5, 6]
 
 
 def test_a_stopped_run_saves_and_goes_on(uninterrupted, tmp_path, capsys, monkeypatch):
