@@ -68,6 +68,7 @@ def page(runs: Sequence[RunData]) -> str:
     curves = [
         {"box": d.box, "limits": d.limits, "curves": d.curves} for d in [*drawings, *itertools.chain(*sites.values())]
     ]
+    data = json.dumps({"runs": [run.name for run in runs], "panels": curves}, allow_nan=False)
     template = resources.files("experiments").joinpath("plot.html").read_text(encoding="utf-8")
     return string.Template(template).substitute(
         title=html.escape(", ".join(run.name for run in runs)),
@@ -77,9 +78,7 @@ def page(runs: Sequence[RunData]) -> str:
         communication=_section("Communication", [sent] if sent else [], "one"),
         sites="".join(_section(title, section, "four") for title, section in sites.items()),
         # What looks like a tag would end the script or comment it out.
-        data=json.dumps({"runs": [run.name for run in runs], "panels": curves}, allow_nan=False).replace(
-            "<", "\\u003c"
-        ),
+        data=data.replace("<", "\\u003c"),
     )
 
 
