@@ -39,6 +39,7 @@ CHANGEABLE = (
     "communication.chunks",
     "communication.implementation",
     "checkpoint.",
+    "log.",
 )
 """Fields, and sections, that may differ when a run is resumed: they leave the run's meaning as it is."""
 

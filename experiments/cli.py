@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -24,38 +24,34 @@ def _flag(metavar: str, default: str = "the recipe's") -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "")
 
 
-def _whole_number(words: list[str]) -> int:
-    try:
-        return int(words[0])
-    except ValueError:
-        raise ValueError(f"needs a whole number, got {words[0]!r}") from None
+def _number(parse: Callable[[str], float], wanted: str, metavar: str) -> tyro.constructors.PrimitiveConstructorSpec:
+    """Return how tyro reads a number or None: its own text for a bad one spans lines and names Python types."""
+
+    def read(words: list[str]) -> Any:
+        try:
+            return parse(words[0])
+        except ValueError:
+            raise ValueError(f"needs {wanted}, got {words[0]!r}") from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, int | float),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
-def _minutes(words: list[str]) -> float:
-    try:
-        minutes = float(words[0])
-    except ValueError:
-        raise ValueError(f"needs a number of minutes, got {words[0]!r}") from None
+def _minutes(word: str) -> float:
+    minutes = float(word)
     if not 0 < minutes < math.inf:
-        raise ValueError(f"needs minutes above 0, got {words[0]}")
+        raise ValueError
     return minutes
 
 
-# tyro's own text for a bad `int | None` spans lines and names Python types.
-_WHOLE_NUMBER = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="INT",
-    instance_from_str=_whole_number,
-    is_instance=lambda value: value is None or isinstance(value, int),
-    str_from_instance=lambda value: [str(value)],
-)
-_MINUTES = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="MINUTES",
-    instance_from_str=_minutes,
-    is_instance=lambda value: value is None or isinstance(value, float),
-    str_from_instance=lambda value: [str(value)],
-)
+_WHOLE_NUMBER = _number(int, "a whole number", "INT")
+_NUMBER = _number(float, "a number", "FLOAT")
+_MINUTES = _number(_minutes, "a number of minutes above 0", "MINUTES")
 
 
 @dataclass(frozen=True)
@@ -82,6 +78,10 @@ class Arguments:
     """Go on from this checkpoint of the run; later ones are moved aside."""
     exit_after: Annotated[float | None, _MINUTES, _flag("MINUTES", "never")] = None
     """Save and exit with code 75 when the program has run this long; the same command goes on."""
+    profile: Annotated[str, _flag("FIRST:STOP", "none")] = ""
+    """Trace these steps into RUN/profile; 10:13 means 10, 11, 12."""
+    peak_flops: Annotated[float | None, _NUMBER, _flag("FLOP/S", "what is known of the device")] = None
+    """Dense FLOP/s of one device, which the MFU is a fraction of; 989e12 for an H100."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, _flag("SECTION.FIELD=VALUE", "")] = ()
     """Change any other field that --print-config shows."""
     print_config: bool = False
@@ -97,6 +97,8 @@ _FLAGS = {
     "compression": "compression",
     "seed": "seed",
     "init_from": "init_from",
+    "profile": "log.profile",
+    "peak_flops": "log.peak_flops",
 }
 
 
@@ -158,7 +160,7 @@ def apply_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
         if not equals:
             raise ConfigError(f"--set {setting}: write section.field=value, such as optimizer.learning_rate=0.001")
         if name in flags:
-            raise ConfigError(f"--set {setting}: use --{flags[name]}={text}")
+            raise ConfigError(f"--set {setting}: use --{flags[name].replace('_', '-')}={text}")
         if name not in fields:
             raise ConfigError(f"--set {setting}: there is no field {name!r}{nearest(name, fields)}")
         if name in seen:

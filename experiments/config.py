@@ -98,6 +98,22 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """What is recorded beside the log's lines and metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Write event files to RUN/tensorboard; needs tensorboardX."""
+    wandb: str = ""
+    """Project of Weights & Biases to send the metrics to; needs wandb. Empty means none."""
+    replica_hash_every: int = 0
+    """Steps between comparisons of the replicas of every array of the state, bit by bit; 0 means never."""
+    peak_flops: float = 0.0
+    """Dense FLOP/s of one device, which the MFU is a fraction of; 0 means what is known of the device."""
+    profile: str = ""
+    """Steps FIRST:STOP to trace into RUN/profile, the second not included; empty means none."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
 
@@ -122,6 +138,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 def flatten(config: object, prefix: str = "") -> dict[str, Any]:
@@ -132,6 +149,23 @@ def flatten(config: object, prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, dict) or dataclasses.is_dataclass(value)
         flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
+
+
+def profiled_steps(text: str) -> range:
+    """Return the steps that `log.profile` names, "10:13" being 10, 11, 12; none for an empty text.
+
+    Raises:
+        ConfigError: for anything but two ascending step numbers, of which the first is 1.
+    """
+    if not text:
+        return range(0)
+    try:
+        first, stop = map(int, text.split(":"))
+    except ValueError:
+        raise ConfigError(f"--profile must be FIRST:STOP, as 10:13 for steps 10 to 12, got {text!r}") from None
+    if not 1 <= first < stop:
+        raise ConfigError(f"--profile must be FIRST:STOP with 1 <= FIRST < STOP, got {text!r}")
+    return range(first, stop)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -180,6 +214,13 @@ def _field_problems(config: TrainConfig) -> Iterator[str]:
         yield f"optimizer.learning_rate must be above 0 and finite, got {config.optimizer.learning_rate}"
     if not 0 < config.data.validation_fraction < 1:
         yield f"data.validation_fraction must be between 0 and 1, got {config.data.validation_fraction}"
+    if config.log.peak_flops and not 1e6 <= config.log.peak_flops <= 1e18:
+        yield f"--peak-flops must be one device's FLOP/s, such as 989e12, got {config.log.peak_flops:g}"
+    try:
+        if (steps := profiled_steps(config.log.profile)) and steps[-1] > config.steps:
+            yield f"--profile={config.log.profile} traces up to step {steps[-1]}, but the run has {config.steps} steps"
+    except ConfigError as error:
+        yield str(error)
     model = config.model
     if min(model.hidden_size, model.num_heads) > 0 and model.hidden_size % model.num_heads:
         yield (
@@ -237,6 +278,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "checkpoint.every": (1, math.inf),
     "checkpoint.keep": (1, math.inf),
     "checkpoint.keep_every": (0, math.inf),
+    "log.replica_hash_every": (0, math.inf),
 }
 
 

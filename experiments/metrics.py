@@ -4,13 +4,14 @@ A hook is called with the `Progress` of each step. The log fetches a step's metr
 under way, so that the device never waits for it.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from typing import Any
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
+
+from experiments.flops import Throughput, format_flops
+from experiments.nonfinite import NonfiniteGuard
+from experiments.trackers import NoTracker, Tracker
 
 _log = logging.getLogger("experiments")
 
@@ -54,14 +59,27 @@ class StepLog:
             first).
         start: number of steps that the state has seen.
         total: number of steps of the run, for the line.
-        guard: called with each step's number and metrics once they are written; what it raises ends the run.
+        tracker: where the finite numbers of metrics.jsonl go as well.
+        throughput: what makes FLOP/s of seconds; None leaves them out.
+        guard: called with each step's number and metrics once they are written; what it raises ends the run. None: a
+            guard that raises at the first step that is not finite.
     """
 
-    def __init__(self, path: Path | None, start: int, total: int, guard: Callable[[int, dict[str, float]], None]):
+    def __init__(
+        self,
+        path: Path | None,
+        start: int,
+        total: int,
+        tracker: Tracker | None = None,
+        throughput: Throughput | None = None,
+        guard: Callable[[int, dict[str, float]], None] | None = None,
+    ):
         if path:
             truncate_metrics(path, start)
         self._file = path.open("a", encoding="utf-8") if path else None
-        self._total, self._guard = total, guard
+        self._first, self._total = start + 1, total
+        self._tracker, self._throughput = tracker or NoTracker(), throughput
+        self._guard = guard or NonfiniteGuard("abort", lambda values: "")
         self._pending: Progress | None = None
         self._started = time.perf_counter()
 
@@ -80,9 +98,16 @@ class StepLog:
     def annotate(self, measure: Callable[[], dict[str, float]]) -> None:
         """Add what `measure` returns to the step held back; the time it takes is no step's."""
         assert self._pending is not None
-        jax.block_until_ready(self._pending.metrics)
+        with self.paused():
+            self._pending.extra |= measure()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait for the step held back, if there is one; the time that the caller then takes is no step's."""
+        if self._pending is not None:
+            jax.block_until_ready(self._pending.metrics)
         before = time.perf_counter()
-        self._pending.extra |= measure()
+        yield
         self._started += time.perf_counter() - before
 
     def flush(self) -> None:
@@ -94,11 +119,16 @@ class StepLog:
         now = time.perf_counter()
         seconds, self._started = now - self._started, now
         tokens_per_second = values.get("tokens", 0.0) / seconds
-        values |= {"step_ms": 1e3 * seconds, "tokens_per_s": tokens_per_second} | progress.extra
+        values |= {"step_ms": 1e3 * seconds, "tokens_per_s": tokens_per_second}
+        values |= self._throughput.metrics(seconds) if self._throughput else {}
+        # Caches, clocks and the reader of the data are cold: nobody should take its time for the run's speed.
+        values |= {"first_step": 1.0} if progress.step == self._first else {}
+        values |= progress.extra
         _log.info(format_line(progress.step, self._total, values))
         if self._file:
             self._file.write(json_line({"step": progress.step, **values}))
             self._file.flush()
+        self._tracker.log(progress.step, {name: value for name, value in values.items() if math.isfinite(value)})
         self._guard(progress.step, values)
 
     def restart_clock(self) -> None:
@@ -114,9 +144,15 @@ def format_line(step: int, total: int, values: dict[str, float]) -> str:
         f"loss {values['loss']:.4f}",
         f"grad norm {values['grad_norm']:.3f}",
         f"lr {values['lr']:.2e}",
-        f"{values['step_ms']:.0f} ms",
-        f"{values['tokens_per_s']:,.0f} tokens/s",
     ]
+    if values.get("first_step"):
+        parts.append(f"{values['step_ms']:.0f} ms (first step, with warm-up)")
+    else:
+        parts += [f"{values['step_ms']:.0f} ms", f"{values['tokens_per_s']:,.0f} tokens/s"]
+        if "tflops_per_device" in values:
+            parts.append(f"{format_flops(values['tflops_per_device'])}/device")
+        if "mfu" in values:
+            parts.append(f"MFU {100 * values['mfu']:.1f} %")
     # Without compression there is nothing to saturate and no error to measure.
     if math.isfinite(values.get("snr_forward", math.nan)):
         parts += [

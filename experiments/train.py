@@ -6,6 +6,7 @@ Rerunning a command resumes its run folder. Exit codes:
       2  a mistake in the command, found before anything is compiled
       3  a step was not finite and not applied
       4  the compiled step does not send what the configuration says
+      5  devices that must hold the same bits do not (log.replica_hash_every)
       6  a checkpoint or a log could not be written; older checkpoints are kept
      75  the time of --exit-after is up, state saved
     130  SIGINT (Ctrl-C), 138 SIGUSR1, 143 SIGTERM: state saved after the step under way; a second signal quits at once
@@ -29,8 +30,9 @@ import jax
 from experiments import communication, step
 from experiments.checkpoint import CheckpointError, Checkpoints, Position, check_same_run
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
-from experiments.config import ConfigError, TrainConfig, validate
+from experiments.config import ConfigError, TrainConfig, profiled_steps, validate
 from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches, with_vocabulary
+from experiments.flops import throughput_of
 from experiments.metrics import (
     Bar,
     Hook,
@@ -41,9 +43,12 @@ from experiments.metrics import (
     write_atomically,
 )
 from experiments.nonfinite import Diverged, NonfiniteGuard
+from experiments.profiling import Profiler
+from experiments.replicas import ReplicasDiffer, replica_check
 from experiments.sample import sample_text
 from experiments.sites import MESSAGES
 from experiments.stopping import Stop, describe
+from experiments.trackers import check_installed, tracking
 from taco_jax.sharding.mesh import format_mesh, make_mesh, parse_mesh, resolve_sizes
 
 _log = logging.getLogger("experiments")
@@ -73,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 3)
     except communication.CommunicationMismatch as error:
         return _fail(error, 4)
+    except ReplicasDiffer as error:
+        return _fail(error, 5)
     except CheckpointError as error:
         return _fail(error, 6)
     except OSError as error:
@@ -111,9 +118,11 @@ def train(config: TrainConfig, session: Session) -> int:
         Diverged: at a step that is not finite.
         CommunicationMismatch: if the compiled step does not send what the configuration says.
         CheckpointError: for a checkpoint that could not be written.
+        ReplicasDiffer: if devices that must hold the same bits do not.
     """
     folder = session.folder
     started = time.perf_counter()
+    check_installed(config.log)
     corpus = load_corpus(config.data)
     config = with_vocabulary(config, corpus)
     _make_folder(folder)
@@ -175,13 +184,22 @@ def _loop(run: Run, state: Any, start: int) -> tuple[Any, int]:
     steps = run.config.steps
     data = TrainingData(run.corpus, run.config.data, run.config.seed)
     path = run.folder / "metrics.jsonl" if jax.process_index() == 0 else None
+    throughput = throughput_of(run.config, run.program.model_config, run.program.mesh)
     guard = _guard(run, start)
-    with StepLog(path, start, steps, guard) as log, Bar(start, steps) as bar, Stop(run.session.deadline) as stop:
-        hooks: list[Hook] = [log, _validation(run, log), _saving(run, log), bar]
+    with (
+        tracking(run.config, run.folder, start) as tracker,
+        StepLog(path, start, steps, tracker, throughput, guard) as log,
+        Profiler(run.folder / "profile", profiled_steps(run.config.log.profile), start, log) as profiler,
+        Bar(start, steps) as bar,
+        Stop(run.session.deadline) as stop,
+    ):
+        replicas = replica_check(run.config.log.replica_hash_every, log)
+        hooks: list[Hook] = [log, profiler, replicas, _validation(run, log), _saving(run, log), bar]
         log.restart_clock()
         for done in range(start, steps):
             batch = place(data[done], run.program.batch_sharding)
-            state, metrics = run.program.train_step(state, done, batch)
+            with profiler.step(done + 1):
+                state, metrics = run.program.train_step(state, done, batch)
             code = stop.code() if done + 1 < steps else 0
             progress = Progress(done + 1, bool(code) or done + 1 == steps, state, metrics)
             for hook in hooks:

@@ -37,12 +37,13 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(compiled_once, tmp_path_factory):
-    """A run of six steps; its log is in the folder too."""
+    """A run of six steps, recorded in every way; its log is in the folder too."""
     from trainer import TINY
 
     from experiments import train
 
     folder = tmp_path_factory.mktemp("uninterrupted")
+    recording = ("--set=log.tensorboard=true", "--set=log.replica_hash_every=2", "--profile=2:4", "--peak-flops=1e10")
     with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
-        assert train.main([*TINY, f"--out={folder}"]) == 0
+        assert train.main([*TINY, *recording, f"--out={folder}"]) == 0
     return folder

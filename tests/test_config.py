@@ -38,10 +38,13 @@ def test_flags_and_settings_override_the_recipe():
         "--set",
         "model.num_layers=3",
         "--set=dtype=float32",
+        "--profile=2:9",
+        "--peak-flops=989e12",
     )
     assert (config.mesh, config.steps, config.compression, config.seed) == ("dp2,tp2", 9, "none", 3)
     assert (config.optimizer.learning_rate, config.parallel.remat, config.model.num_layers) == (1e-4, False, 3)
     assert (config.data.path, config.dtype) == ("some.txt", "float32")
+    assert (config.log.profile, config.log.peak_flops) == ("2:9", 989e12)
 
 
 def test_config_json_holds_every_field():
@@ -87,6 +90,12 @@ def test_config_json_holds_every_field():
         (["--steps"], ["--steps"]),
         (["--stps=3"], ["no option --stps", "did you mean --steps?"]),
         (["stray"], ["stray"]),
+        (["--profile=10"], ["--profile must be FIRST:STOP", "'10'"]),
+        (["--steps=9", "--profile=8:11"], ["--profile=8:11 traces up to step 10, but the run has 9 steps"]),
+        (["--peak-flops=989"], ["--peak-flops must be one device's FLOP/s, such as 989e12, got 989"]),
+        (["--peak-flops=fast"], ["--peak-flops", "needs a number, got 'fast'"]),
+        (["--set=log.peak_flops=1e12"], ["use --peak-flops=1e12"]),
+        (["--set=log.replica_hash_every=-1"], ["log.replica_hash_every must be at least 0, got -1"]),
         (["--recipe=big"], ["'big'", "main, small, tiny"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else None,
@@ -122,6 +131,7 @@ def test_what_a_resumed_run_may_change(tmp_path):
             "checkpoint.every=1",
             "communication.chunks=2",
             "data.tokenizer=bytes",
+            "log.tensorboard=true",
         ],
     )
     check_same_run(position_of(config), other, "a", tmp_path)

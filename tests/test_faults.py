@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from event_files import scalars
 from trainer import TINY, assert_same_run, command, environment, numbers
 
 from experiments import train
@@ -39,6 +40,7 @@ def lines_until(process, prefix: str) -> None:
 
 def test_a_run_killed_in_the_middle_of_saving_resumes(uninterrupted, compiled_once, tmp_path):  # K3
     argv = [*TINY, "--set=checkpoint.every=1", "--set=checkpoint.keep=2", f"--out={tmp_path}"]
+    argv.append("--set=log.tensorboard=true")
     with trainer(compiled_once, *argv) as process:
         lines_until(process, "step 2/6")
         while not list((tmp_path / "checkpoints").glob("*-tmp*")):
@@ -52,6 +54,9 @@ def test_a_run_killed_in_the_middle_of_saving_resumes(uninterrupted, compiled_on
         file.write('{"step": 5, "lo')
     assert train.main(argv) == 0
     assert_same_run(tmp_path, uninterrupted)
+    # What was written in the second before the kill may be missing, but no step is there twice.
+    steps = [number for number, _ in scalars(tmp_path / "tensorboard")["loss"]]
+    assert steps == sorted(set(steps)) and steps[-2:] == [5, 6]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)

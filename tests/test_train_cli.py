@@ -1,3 +1,4 @@
+import gzip
 import json
 import math
 import re
@@ -7,6 +8,7 @@ import sys
 import chex
 import jax
 import pytest
+from event_files import scalars
 from trainer import TINY, assert_same_run, environment, numbers
 
 from experiments import communication, step, train
@@ -24,7 +26,13 @@ def test_pulse(uninterrupted):
     out = (folder / "log").read_text()
     assert "training bytes 0..4,084,645, validation bytes 4,084,646" in out
     assert re.search(r"compiled the training step in \d", out)
-    assert re.search(r"^step 2/6  loss 5\.\d+  grad norm \S+  lr 1.00e-03  \d+ ms  \S+ tokens/s  saturation", out, re.M)
+    assert re.search(
+        r"^step 2/6  loss 5\.\d+  grad norm \S+  lr 1.00e-03  \d+ ms  \S+ tokens/s  "
+        r"\S+ [MG]FLOP/s/device  MFU \S+ %  saturation",
+        out,
+        re.M,
+    )
+    assert re.search(r"^step 1/6  loss .*  \d+ ms \(first step, with warm-up\)  saturation", out, re.M)
     assert re.search(r"SNR [23]\d\.\d/[23]\d\.\d dB  validation \d\.\d", out)
     assert "sample: " in out
     assert re.search(rf"the run is complete: validation loss \d\.\d+ nats/byte after 6 steps; {folder}", out)
@@ -40,6 +48,19 @@ def test_pulse(uninterrupted):
     assert json.loads((folder / "config.json").read_text())["mesh"] == "dp2,pp2,tp2"
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["platform"] == "cpu" and environment["jax"] == jax.__version__
+
+
+def test_trackers_and_traces_of_a_run(uninterrupted):
+    rows = read_metrics(uninterrupted / "metrics.jsonl")
+    found = scalars(uninterrupted / "tensorboard")
+    assert found.keys() == {name for values in rows for name in values} - {"step"}
+    for name, points in found.items():
+        expected = [(values["step"], values[name]) for values in rows if name in values]
+        assert points == [(number, pytest.approx(value)) for number, value in expected]
+    assert all(0 < values["mfu"] == pytest.approx(values["tflops_per_device"] / 0.01) for values in rows)
+    (trace,) = (uninterrupted / "profile").glob("plugins/profile/*/*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sorted(int(e["args"]["step_num"]) for e in events if e.get("name") == "train") == [2, 3]
 
 
 def test_the_same_command_says_that_the_run_is_complete(uninterrupted, capsys, monkeypatch):
