@@ -82,6 +82,12 @@ class Arguments:
     """Trace these steps into RUN/profile; 10:13 means 10, 11, 12."""
     peak_flops: Annotated[float | None, _NUMBER, _flag("FLOP/S", "what is known of the device")] = None
     """Dense FLOP/s of one device, which the MFU is a fraction of; 989e12 for an H100."""
+    coordinator: Annotated[str, _flag("HOST:PORT", "a single process")] = ""
+    """Address of process 0, if several processes train together; all run the same command but for their number."""
+    num_processes: Annotated[int | None, _WHOLE_NUMBER, _flag("INT", "1")] = None
+    """How many processes there are."""
+    process_id: Annotated[int | None, _WHOLE_NUMBER, _flag("INT", "0")] = None
+    """Number of this one, 0 first."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, _flag("SECTION.FIELD=VALUE", "")] = ()
     """Change any other field that --print-config shows."""
     print_config: bool = False

@@ -56,8 +56,7 @@ class Stop:
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
-            # JAX's coordination service leaves SIGTERM with a handler that Python does not know and that only waits.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)
 
 
 def describe(code: int) -> str:

@@ -43,6 +43,7 @@ from experiments.metrics import (
     write_atomically,
 )
 from experiments.nonfinite import Diverged, NonfiniteGuard
+from experiments.processes import Processes, join
 from experiments.profiling import Profiler
 from experiments.replicas import ReplicasDiffer, replica_check
 from experiments.sample import sample_text
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(config_json(config), end="")
             return 0
+        join(Processes(arguments.coordinator, arguments.num_processes or 1, arguments.process_id or 0), config.mesh)
         session = Session(
             folder=run_folder(arguments, config),
             command=" ".join([PROGRAM, *argv]),

@@ -4,9 +4,11 @@ import contextlib
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
+import chex
 import numpy as np
 import pytest
 from event_files import scalars
@@ -35,7 +37,7 @@ def lines_until(process, prefix: str) -> None:
     for line in process.stdout:
         if line.startswith(prefix):
             return
-    raise AssertionError(f"no line {prefix!r}: {process.stderr.read()}")
+    raise AssertionError(f"no line {prefix!r}: {process.stderr and process.stderr.read()}")
 
 
 def test_a_run_killed_in_the_middle_of_saving_resumes(uninterrupted, compiled_once, tmp_path):  # K3
@@ -77,6 +79,52 @@ def test_a_signal_saves_and_the_run_goes_on(number, uninterrupted, tmp_path, cap
     assert train.main(argv) == 0
     assert "resumed from step 4" in capsys.readouterr().out
     assert_same_run(tmp_path, uninterrupted)
+
+
+def test_two_processes_end_at_the_same_step_when_one_is_told_to(uninterrupted, compiled_once, tmp_path):  # P6, T5
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    argv = [*TINY, f"--out={tmp_path}", f"--coordinator={coordinator}", "--num-processes=2"]
+    settings = environment(compiled_once) | {"JAX_NUM_CPU_DEVICES": "4"}
+
+    def start(number: int, steps: int) -> subprocess.Popen:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        return subprocess.Popen(command(*argv, f"--steps={steps}", f"--process-id={number}"), env=settings, **pipes)
+
+    with start(0, 500) as first, start(1, 500) as second:
+        try:
+            lines_until(first, "step   1/500")
+            second.send_signal(signal.SIGTERM)
+            out, _ = first.communicate(timeout=200)
+            assert (first.wait(), second.wait(timeout=100)) == (143, 143)
+        finally:
+            first.kill()
+            second.kill()
+    assert "stopped by signal 15, state saved" in out
+    (saved,) = [int(p.name) for p in (tmp_path / "checkpoints").iterdir() if int(p.name) % 3]
+    assert saved == len(read_metrics(tmp_path / "metrics.jsonl")) < 500
+    losses, expected = numbers(tmp_path, "loss"), numbers(uninterrupted, "loss")
+    shared = min(len(losses), len(expected))
+    # The same tokens and parameters; sums between processes round in another order.
+    chex.assert_trees_all_close(losses[:shared], expected[:shared], rtol=2e-3)
+    # One process goes on where two have stopped.
+    assert train.main([*TINY, f"--out={tmp_path}", f"--steps={saved + 1}"]) == 0
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == saved + 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--num-processes=2"], "need --coordinator=HOST:PORT"),
+        (["--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=2"], "from 0 to 1, got 2"),
+        (["--coordinator=127.0.0.1:1", "--num-processes=3"], "--num-processes=3 does not divide the 8 devices"),
+    ],
+)
+def test_processes_that_do_not_fit_are_one_line(argv, part, capsys):
+    assert train.main([*TINY, *argv]) == 2
+    error = capsys.readouterr().err
+    assert part in error and error.count("\n") == 1
 
 
 SECOND_SIGNAL = """

@@ -1,5 +1,6 @@
 """The device mesh: its size as text, its devices (emulated on a CPU where they are too few), its axes."""
 
+import contextlib
 import math
 import os
 import re
@@ -64,22 +65,29 @@ def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     return {axis: num_devices // others if size == -1 else size for axis, size in sizes.items()}
 
 
+def emulate_devices(count: int) -> None:
+    """Emulate `count` devices in this process if JAX runs on a CPU; once JAX has started, nothing happens.
+
+    Existing XLA_FLAGS are kept. An accelerator's devices are never replaced by emulated ones.
+    """
+    platforms = jax.config.jax_platforms
+    if platforms and "cpu" not in platforms.split(","):
+        return
+    _append_emulation_flags()
+    with contextlib.suppress(RuntimeError):  # JAX has started
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+
+
 def ensure_devices(count: int) -> None:
     """Emulate `count` devices if JAX runs on a CPU and has not started; then check that there are that many.
 
-    Existing XLA_FLAGS are kept. An accelerator's devices are never replaced by emulated ones.
+    Among several processes each emulates its share.
 
     Raises:
         ValueError: if there are fewer devices, with both numbers.
     """
-    platforms = jax.config.jax_platforms
-    if count > 1 and (not platforms or "cpu" in platforms.split(",")):
-        _append_emulation_flags()
-        # JAX refuses the setting once it runs: what it has then decides below.
-        try:
-            jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
-        except RuntimeError:
-            pass
+    if count > 1 and not jax.distributed.is_initialized():
+        emulate_devices(count)
     have = jax.device_count()
     if have < count:
         platform = jax.devices()[0].platform
