@@ -20,4 +20,6 @@ from taco_jax.scales import SitePair as SitePair
 from taco_jax.scales import init_scales as init_scales
 from taco_jax.scales import split_scales as split_scales
 from taco_jax.scales import update_scales as update_scales
+from taco_jax.sharding.tensor_parallel import column_parallel as column_parallel
+from taco_jax.sharding.tensor_parallel import row_parallel as row_parallel
 from taco_jax.wire import wire_bytes as wire_bytes

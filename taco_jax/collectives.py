@@ -42,6 +42,7 @@ def psum(
     scales: Scales = None,
     split_dim: int | None = None,
     name: str | None = None,
+    axis_index_groups: None = None,
 ) -> Any:
     """Sum `x` over mesh axes as `jax.lax.psum` does, with compressed messages.
 
@@ -57,6 +58,7 @@ def psum(
         split_dim: split this axis over the ranks and merge none, instead of flattening. Under partial-manual
             `shard_map` XLA gathers the axes it partitions itself around any all-to-all; make them manual instead.
         name: site name, seen in profiles, HLO metadata and the communication table.
+        axis_index_groups: None; groups within an axis are not offered.
 
     Returns:
         A pytree like `x`, invariant over `axis_name`.
@@ -64,8 +66,9 @@ def psum(
     Raises:
         ValueError: for float64, an adaptive codec without scales, scales that vary over `axis_name`, or an array that
             varies over some of the axes only.
+        NotImplementedError: for `axis_index_groups`.
     """
-    return _map(_psum, "psum", x, axis_name, compression, scales, name, split_dim=split_dim)
+    return _map(_psum, "psum", x, axis_name, compression, scales, name, axis_index_groups, split_dim=split_dim)
 
 
 def pmean(x: Any, axis_name: Axes, **options) -> Any:
@@ -88,7 +91,7 @@ def pvary(
     Megatron's f, the entry of a column-parallel layer; under `check_vma=False` the identity both ways (see the module's
     text). Args and Raises as for `psum`; `compression.backward` is what counts.
     """
-    return _map(_pvary, "pvary", x, axis_name, compression, scales, name, split_dim=split_dim)
+    return _map(_pvary, "pvary", x, axis_name, compression, scales, name, None, split_dim=split_dim)
 
 
 def psum_scatter(
@@ -100,6 +103,7 @@ def psum_scatter(
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
     name: str | None = None,
+    axis_index_groups: None = None,
 ) -> Any:
     """Sum over the group and keep one part per rank, as `jax.lax.psum_scatter`; backward is a compressed all-gather.
 
@@ -112,12 +116,13 @@ def psum_scatter(
         compression: as for `psum`.
         scales: as for `psum`.
         name: as for `psum`.
+        axis_index_groups: as for `psum`.
 
     Raises:
-        ValueError: as for `psum`, and for a `scatter_dimension` that does not divide.
+        ValueError, NotImplementedError: as for `psum`, and for a `scatter_dimension` that does not divide.
     """
     return _map(
-        _one_hop, "psum_scatter", x, axis_name, compression, scales, name,
+        _one_hop, "psum_scatter", x, axis_name, compression, scales, name, axis_index_groups,
         kind=ReduceScatter, axis=scatter_dimension, tiled=tiled,
     )  # fmt: skip
 
@@ -132,6 +137,7 @@ def all_gather(
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
     name: str | None = None,
+    axis_index_groups: None = None,
 ) -> Any:
     """Join the ranks' arrays along `axis`, as `jax.lax.all_gather`; backward is a compressed reduce-scatter.
 
@@ -145,14 +151,15 @@ def all_gather(
         compression: as for `psum`.
         scales: as for `psum`.
         name: as for `psum`.
+        axis_index_groups: as for `psum`.
 
     Raises:
-        ValueError: as for `psum`, and for another `to`.
+        ValueError, NotImplementedError: as for `psum`, and for another `to`.
     """
     if to not in ("varying", "invarying"):
         raise ValueError(f"to must be 'varying' or 'invarying', got {to!r}")
     return _map(
-        _one_hop, "all_gather", x, axis_name, compression, scales, name,
+        _one_hop, "all_gather", x, axis_name, compression, scales, name, axis_index_groups,
         kind=AllGather, axis=axis, tiled=tiled, invariant=to == "invarying",
     )  # fmt: skip
 
@@ -167,13 +174,14 @@ def all_to_all(
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
     name: str | None = None,
+    axis_index_groups: None = None,
 ) -> Any:
     """Exchange parts between ranks, as `jax.lax.all_to_all`; backward swaps the axes.
 
     Args and Raises as for `psum`; `split_axis` must be a multiple of the group's size (equal to it unless `tiled`).
     """
     return _map(
-        _one_hop, "all_to_all", x, axis_name, compression, scales, name,
+        _one_hop, "all_to_all", x, axis_name, compression, scales, name, axis_index_groups,
         kind=AllToAll, axis=split_axis, concat_axis=concat_axis, tiled=tiled,
     )  # fmt: skip
 
@@ -192,7 +200,7 @@ def ppermute(
     Args and Raises as for `psum`.
     """
     perm = tuple((int(a), int(b)) for a, b in perm)
-    return _map(_one_hop, "ppermute", x, axis_name, compression, scales, name, kind=Permute, perm=perm)
+    return _map(_one_hop, "ppermute", x, axis_name, compression, scales, name, None, kind=Permute, perm=perm)
 
 
 @dataclass(frozen=True)
@@ -209,12 +217,14 @@ class _Call:
         return jax.named_scope(f"taco.{self.op}.{self.site}.{direction}")
 
 
-def _map(one, op: str, x, axis_name, compression, scales, name, **options):
+def _map(one, op: str, x, axis_name, compression, scales, name, axis_index_groups, **options):
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     compression = as_compression(compression)
     site = name or "unnamed"
     if "." in site or "/" in site:
         raise ValueError(f"a site name holds no '.' and no '/', got {site!r}")
+    if axis_index_groups is not None:
+        raise NotImplementedError(f"{op} {site!r}: axis_index_groups are not offered; give the groups a mesh axis")
     if compression.is_adaptive and scales is None:
         raise ValueError(
             f"{op} {site!r}: an adaptive codec needs scales=init_scales({{{site!r}: compression}})[{site!r}], "
@@ -354,7 +364,7 @@ def _attach_backward(call, residuals, ct):
         if call.backward is not None:
             ct, seen_back = call.backward.run(compat.vary(ct, axes), state[BACKWARD], call.observe)
         else:
-            ct = compat.vary(_own_slice(call.forward, ct), axes)
+            ct = compat.vary(call.forward.own_part(ct), axes)
             seen_back = jnp.zeros_like(seen)
     return ct, _probe_cotangent(probe, seen, seen_back), None, None, None
 
@@ -379,16 +389,6 @@ def _enter_backward(call, residuals, ct):
 
 
 _enter.defvjp(_enter_forward, _enter_backward)
-
-
-def _own_slice(operation: Operation, ct: jax.Array) -> jax.Array:
-    """Return this rank's part of an all-gather's cotangent; any other operation's cotangent as it is."""
-    if not isinstance(operation, AllGather):
-        return ct
-    rank = lax.axis_index(operation.axes)
-    size = operation.shape[operation.axis] if operation.tiled else 1
-    part = lax.dynamic_slice_in_dim(compat.vary(ct, operation.axes), rank * size, size, operation.axis)
-    return part if operation.tiled else jnp.squeeze(part, operation.axis)
 
 
 def _probe_cotangent(probe, seen: jax.Array, seen_back: jax.Array):

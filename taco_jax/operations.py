@@ -75,6 +75,10 @@ class Operation:
         payload, seen = self.send(x, state, observe)
         return self.receive(payload, state), seen
 
+    def own_part(self, ct: jax.Array) -> jax.Array:
+        """Return what of an invariant result's cotangent belongs to this rank's input, without communication."""
+        return ct
+
     @property
     def _options(self) -> tuple[Codec, dict[str, str | None]]:
         assert self.codec is not None
@@ -232,6 +236,12 @@ class AllGather(_Whole):
         if not self.tiled:
             return moved
         return moved.reshape(*self.shape[:d], self.ranks * self.shape[d], *self.shape[d + 1 :])
+
+    def own_part(self, ct):
+        size = self.shape[self.axis] if self.tiled else 1
+        start = lax.axis_index(self.axes) * size
+        part = lax.dynamic_slice_in_dim(compat.vary(ct, self.axes), start, size, self.axis)
+        return part if self.tiled else jnp.squeeze(part, self.axis)
 
     def transposed(self, codec: Codec | None) -> ReduceScatter:
         """Return the operation on cotangents of a varying result."""
