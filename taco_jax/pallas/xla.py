@@ -193,9 +193,10 @@ def _encode_paper(v: jax.Array, codec: Codec, alpha: jax.Array, observe: bool):
     the codes are zeros. So they are, with s_k = 0, for a block that holds a NaN or an infinity.
     """
     sound = jnp.where(jnp.isfinite(_amax(v)), v, 0.0)
-    mean_square = _fold(jnp.square(sound), jnp.add) / codec.block
+    # Clamped between product and sum here and below: a fused multiply-add would round as the program around it decides.
+    mean_square = _fold(_clamped(jnp.square(sound)), jnp.add) / codec.block
     own_alpha = jnp.clip(_PAPER_TAU / jnp.sqrt(mean_square + _PAPER_EPS), *_PAPER_ALPHAS)
-    z = rotate(sound * own_alpha) * _norm(codec)
+    z = rotate(_clamped(sound * own_alpha)) * _norm(codec)
     scale = _amax(z) / codec.qmax
     scale = jnp.where(scale < _MIN_SCALE, 0.0, scale)
     codes = jnp.where(scale > 0, z / jnp.where(scale > 0, scale, 1.0), 0.0)
@@ -210,7 +211,9 @@ def _decode_paper(payload: jax.Array, scales: jax.Array | None, codec: Codec) ->
     assert scales is not None
     words = scales.reshape(*scales.shape[:-1], scales.shape[-1] // 4, 4)
     scale, own_alpha = jnp.split(lax.bitcast_convert_type(words, jnp.float32), 2, axis=-1)
-    return _unrotated(_values(payload, codec), codec) * scale[..., None] / own_alpha[..., None]
+    # Where nothing was received (an open permutation) both factors are zero.
+    own_alpha = jnp.where(own_alpha > 0, own_alpha, 1.0)
+    return _clamped(_unrotated(_values(payload, codec), codec) * scale[..., None] / own_alpha[..., None])
 
 
 def _power_of_two(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
