@@ -3,7 +3,7 @@
 Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, payload u8[..., C], scale bytes
 u8[..., C / block * scale_bytes] or None, alpha f32[] a power of two in [2^-126, 2^126].
 Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
-`scale="paper"` has functions of its own below, since ranks whose alphas differ have no common rotated domain to add in.
+`scale="paper"` has functions of its own below: as published, messages are decoded in full before they are added.
 """
 
 import math
