@@ -27,8 +27,10 @@ class Codec:
         block: number of neighbouring values that share a scale and a transform, a power of two from 32 to 512.
         hadamard: `"block"` rotates each block by the orthonormal Hadamard matrix; None leaves it.
         scale: `"block"` computes one scale per block and sends it; `"adaptive"` multiplies by a power of two per
-            site, direction and hop that follows earlier messages (`taco_jax.scales`) and sends no metadata.
-        scale_dtype: type of a block's scale on the wire, `"bf16"` (rounded up) or `"e8m0"` (float formats only).
+            site, direction and hop that follows earlier messages (`taco_jax.scales`) and sends no metadata; `"paper"`
+            computes and sends two f32 factors per block as published (arXiv 2604.24088), e4m3 with Hadamard only.
+        scale_dtype: type of a scale of `scale="block"` on the wire, `"bf16"` (rounded up) or `"e8m0"` (float formats
+            only).
         layout: `"hidden"`: blocks run along the last axis.
 
     Raises:
@@ -38,7 +40,7 @@ class Codec:
     format: Format = "e4m3"
     block: int = 128
     hadamard: Literal["block"] | None = None
-    scale: Literal["block", "adaptive"] = "block"
+    scale: Literal["block", "adaptive", "paper"] = "block"
     scale_dtype: Literal["bf16", "e8m0"] = "bf16"
     layout: Literal["hidden"] = "hidden"
 
@@ -46,13 +48,18 @@ class Codec:
         _one_of("format", self.format, tuple(QMAX))
         _one_of("block", self.block, BLOCKS)
         _one_of("hadamard", self.hadamard, (None, "block"))
-        _one_of("scale", self.scale, ("block", "adaptive"))
+        _one_of("scale", self.scale, ("block", "adaptive", "paper"))
         _one_of("scale_dtype", self.scale_dtype, ("bf16", "e8m0"))
         _one_of("layout", self.layout, ("hidden",))
         if self.format == "int8" and self.scale == "adaptive":
             raise ValueError('int8 needs scale="block": one scale per tensor leaves 17 to 35 dB; use the preset "int8"')
         if self.format == "int8" and self.scale_dtype == "e8m0":
             raise ValueError('int8 needs scale_dtype="bf16": a power-of-two scale wastes up to one of its seven bits')
+        if self.scale == "paper" and (self.format, self.hadamard, self.scale_dtype) != ("e4m3", "block", "bf16"):
+            raise ValueError(
+                'scale="paper" is the published codec, format="e4m3", hadamard="block", its factors in f32 (leave '
+                f"scale_dtype out); got {self.format!r}, {self.hadamard!r}, scale_dtype={self.scale_dtype!r}"
+            )
 
     @property
     def qmax(self) -> float:
@@ -62,15 +69,16 @@ class Codec:
     @property
     def scale_bytes(self) -> int:
         """Bytes of metadata a block sends."""
-        if self.scale == "adaptive":
-            return 0
-        return 2 if self.scale_dtype == "bf16" else 1
+        if self.scale == "block":
+            return 2 if self.scale_dtype == "bf16" else 1
+        return {"adaptive": 0, "paper": 8}[self.scale]
 
 
 _TACO = Codec("e4m3", hadamard="block", scale="adaptive")
 _PRESETS: dict[str, Codec | None] = {
     "taco": _TACO,
     "taco_block": Codec("e4m3", hadamard="block", scale="block"),
+    "paper": Codec("e4m3", 256, "block", "paper"),
     "fp8": Codec("e4m3"),
     "int8": Codec("int8", hadamard="block"),
     "none": None,

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracles
 import pytest
@@ -15,6 +16,7 @@ FP8 = Codec("e4m3")
 E8M0 = Codec("e4m3", scale_dtype="e8m0")
 TACO_BLOCK = Codec("e4m3", 128, "block")
 INT8 = Codec("int8", 128, "block")
+PAPER = Codec("e4m3", 256, "block", "paper")
 TACO = Codec("e4m3", 128, "block", "adaptive")
 ADAPTIVE = Codec("e5m2", 64, scale="adaptive")
 STATELESS = {
@@ -24,9 +26,10 @@ STATELESS = {
     "e5m2": Codec("e5m2", 256, "block"),
     "int8": INT8,
     "int8-plain": Codec("int8", 128),
+    "paper": PAPER,
 }
 ALL = {**STATELESS, "taco": TACO, "adaptive": ADAPTIVE}
-FEW = {"fp8": FP8, "taco_block": TACO_BLOCK, "int8": INT8, "taco": TACO}
+FEW = {"fp8": FP8, "taco_block": TACO_BLOCK, "int8": INT8, "taco": TACO, "paper": PAPER}
 
 every_codec = pytest.mark.parametrize("codec", ALL.values(), ids=ALL)
 every_stateless_codec = pytest.mark.parametrize("codec", STATELESS.values(), ids=STATELESS)
@@ -64,6 +67,17 @@ def trip(x, codec, alpha=1.0):
     rows[: x.size] = x.reshape(-1)
     message, _ = encode(rows.reshape(RANKS, COLUMNS), codec, jnp.float32(alpha))
     return np.asarray(decode(message, codec, jnp.float32(alpha), jnp.float32)).reshape(-1)[: x.size].reshape(x.shape)
+
+
+def wire_scales(message, codec):
+    """The factor of each block, float64[..., blocks], from the bytes behind the payload; as published, s / alpha."""
+    scales = np.ascontiguousarray(np.asarray(message)[..., COLUMNS:])
+    if codec.scale == "paper":
+        s, alpha = np.split(scales.view("<f4").astype(np.float64), 2, axis=-1)
+        return s / alpha
+    if codec.scale_dtype == "e8m0":
+        return np.exp2(scales.astype(np.float64) - 127)
+    return scales.view(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def sums(parts, codec, alphas=(1.0, 1.0)):

@@ -15,6 +15,7 @@ FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
 LOWEST_EXPONENT = {"e4m3": -6, "e5m2": -14}
 SMALLEST_SCALE = 2.0**-126
+PAPER_TAU, PAPER_EPS, PAPER_ALPHAS = 448.0, 1e-6, (1e-3, 1e3)
 LARGEST_SCALE = {"bf16": float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), "e8m0": 2.0**127}
 
 
@@ -83,10 +84,25 @@ def rotate(y: np.ndarray, codec) -> np.ndarray:
     return y @ hadamard(codec.block) * codec.block**-0.5 if codec.hadamard else y
 
 
+def paper_factors(y: np.ndarray, codec) -> tuple[np.ndarray, np.ndarray]:
+    """(s, alpha) in float32's precision of blocks that are rotated already: a rotation keeps the RMS.
+
+    s is 0 below float32's normal numbers, as it is for a block of zeros.
+    """
+    rms = np.sqrt(np.square(y).mean(-1, keepdims=True) + PAPER_EPS)
+    alpha = np.clip(PAPER_TAU / rms, *PAPER_ALPHAS).astype(np.float32).astype(np.float64)
+    s = (np.abs(alpha * y).max(-1, keepdims=True) / QMAX[codec.format]).astype(np.float32).astype(np.float64)
+    return np.where(s < SMALLEST_SCALE, 0.0, s), alpha
+
+
 def code(y: np.ndarray, codec, alpha: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """(q, s) of blocks that are rotated already."""
     amax = np.abs(y).max(-1, keepdims=True)
-    s = block_scale(amax, codec) if codec.scale == "block" else np.full_like(amax, 1.0 / alpha)
+    if codec.scale == "paper":
+        s, own_alpha = paper_factors(y, codec)
+        s = np.maximum(s, SMALLEST_SCALE) / own_alpha
+    else:
+        s = block_scale(amax, codec) if codec.scale == "block" else np.full_like(amax, 1.0 / alpha)
     return to_grid(y / s, codec.format), s
 
 
@@ -96,11 +112,14 @@ def encode(x: np.ndarray, codec, alpha: float = 1.0) -> tuple[np.ndarray, np.nda
 
 
 def message(x: np.ndarray, codec, alpha: float = 1.0) -> np.ndarray:
-    """The bytes of a row: its payload, then the scales of its blocks."""
+    """The bytes of a row: its payload, then the scales of its blocks (as published: every s, then every alpha)."""
     q, s = encode(x, codec, alpha)
     parts = [rows(payload_bytes(q, codec.format))]
     if codec.scale == "block":
         parts.append(scale_bytes(s, codec.scale_dtype))
+    if codec.scale == "paper":
+        factors = paper_factors(rotate(blocks(x, codec), codec), codec)
+        parts += [np.ascontiguousarray(f[..., 0].astype("<f4")).view(np.uint8) for f in factors]
     return np.concatenate(parts, -1)
 
 

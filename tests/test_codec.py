@@ -16,6 +16,7 @@ from codec_cases import (
     FP8,
     INT8,
     ONE,
+    PAPER,
     RANKS,
     ROUNDING,
     STATELESS,
@@ -29,6 +30,7 @@ from codec_cases import (
     every_stateless_codec,
     gaussian,
     trip,
+    wire_scales,
 )
 
 from taco_jax import codec as codecs
@@ -46,6 +48,7 @@ round_trip = jax.jit(codecs.round_trip, static_argnums=1)
         (TACO_BLOCK, 31.7),
         (Codec("e5m2", 256, "block"), 25.7),
         (INT8, 43.8),
+        (PAPER, 31.6),
         (TACO, 31.5),
         (Codec("e4m3", scale="adaptive"), 31.5),
     ],
@@ -75,9 +78,12 @@ def test_messages_equal_the_oracles(codec):
     message, _ = encode(x, codec, ONE)
     expected = oracles.message(x, codec)
     chex.assert_equal_shape([message, expected])
-    payload, scales = np.split(np.asarray(message) != expected, [COLUMNS], axis=-1)
-    other = scales.reshape(RANKS, COLUMNS // codec.block, -1).any(-1)
+    other = np.zeros((RANKS, COLUMNS // codec.block), bool)
+    if codec.scale != "adaptive":
+        scales, exact = wire_scales(message, codec), wire_scales(expected, codec)
+        other = np.abs(scales - exact) > (ROUNDING * exact if codec.scale == "paper" else 0)
     assert other.sum() <= 1
+    payload = (np.asarray(message) != expected)[:, :COLUMNS]
     assert np.sum(oracles.blocks(payload, codec)[~other]) <= 1
     decoded = decode(message, codec, ONE, jnp.float32)
     assert_within_budget(x, decoded, codec)
@@ -124,7 +130,7 @@ def test_a_zero_block_is_exact_and_alone(codec):
 @every_codec
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_value_marks_its_block_only(codec, bad):
-    """Without a transform and without block scales a value has no block: it alone becomes NaN."""
+    """Without a transform and without block scales a value has no block: it alone becomes NaN. As published: zeros."""
     x = gaussian(4 * codec.block)
     y = trip(x, codec)
     x[2 * codec.block + 3] = bad
@@ -132,7 +138,7 @@ def test_a_non_finite_value_marks_its_block_only(codec, bad):
     marked = np.zeros(x.size, bool)
     marked[2 * codec.block : 3 * codec.block] = codec.hadamard is not None or codec.scale == "block"
     marked[2 * codec.block + 3] = True
-    assert np.isnan(z[marked]).all()
+    assert (z[marked] == 0).all() if codec.scale == "paper" else np.isnan(z[marked]).all()
     chex.assert_trees_all_equal(z[~marked], y[~marked])
 
 
@@ -197,11 +203,8 @@ def test_power_of_two_scales_return_their_maximum_exactly(format):
 def test_no_scale_is_rounded_below_the_maximum(codec):
     x = gaussian(RANKS, COLUMNS, seed=5)
     message, _ = encode(x, codec, ONE)
-    scales = np.ascontiguousarray(np.asarray(message)[:, COLUMNS:])
-    if codec.scale_dtype == "bf16":
-        scales, slack = scales.view(ml_dtypes.bfloat16).astype(np.float64), 1 + 2.0**-7
-    else:
-        scales, slack = np.exp2(scales.astype(np.float64) - 127), 2
+    scales = wire_scales(message, codec)
+    slack = 1.0 if codec.scale == "paper" else {"bf16": 1 + 2.0**-7, "e8m0": 2.0}[codec.scale_dtype]
     amax = np.abs(oracles.rotate(oracles.blocks(x, codec), codec)).max(-1)
     assert (scales * codec.qmax * (1 + 2.0**-19) >= amax).all()
     assert (scales * codec.qmax <= amax * slack * (1 + 2.0**-19)).all()
@@ -209,12 +212,19 @@ def test_no_scale_is_rounded_below_the_maximum(codec):
 
 @every_stateless_codec
 def test_error_does_not_depend_on_the_unit(codec):
-    """Bit for bit, until scales or values leave float32's normal range at an amax of about 1e-36."""
+    """Bit for bit, until scales or values leave float32's normal range at an amax of about 1e-36.
+
+    As published only within rounding: alpha, with its eps and its limits, is no power of two, but it cancels.
+    """
     x = gaussian(COLUMNS, seed=7)
     x /= np.abs(x).max()
     y = trip(x, codec)
-    for k in (-100, -30, 30, 100):
-        chex.assert_trees_all_equal(np.ldexp(trip(np.ldexp(x, k), codec), -k), y)
+    scaled = [np.ldexp(trip(np.ldexp(x, k), codec), -k) for k in (-100, -30, 30, 100)]
+    if codec.scale == "paper":
+        assert any((z != y).any() for z in scaled)
+        assert all(abs(oracles.snr_db(x, z) - oracles.snr_db(x, y)) <= 0.02 for z in scaled)
+    else:
+        chex.assert_trees_all_equal(y, *scaled)
     tiny = np.ldexp(x, -118 if codec.format == "int8" else -119)
     # The octave that the maximum falls into moves e4m3 by up to 0.7 dB, and values under 2^-126 are flushed.
     assert oracles.snr_db(tiny, trip(tiny, codec)) >= oracles.snr_db(x, y) - 0.8
@@ -238,7 +248,8 @@ def test_small_gradients_keep_their_precision():
     x *= np.float32(2e-9) / np.abs(x).max()
     larger = np.ldexp(x, 30)
     for codec in STATELESS.values():
-        chex.assert_trees_all_equal(np.ldexp(trip(x, codec), 30), trip(larger, codec))
+        tolerance = 2.0**-20 if codec.scale == "paper" else 0
+        chex.assert_trees_all_close(np.ldexp(trip(x, codec), 30), trip(larger, codec), rtol=tolerance, atol=tolerance)
     alpha = alpha_for(jnp.asarray(x))
     chex.assert_trees_all_equal(np.ldexp(trip(x, TACO, alpha), 30), trip(larger, TACO, alpha * 2.0**-30))
 

@@ -202,15 +202,16 @@ def test_bf16_equivalent_is_that_of_the_tensor_without_scale_bytes():
     }
 
 
-def test_library_messages_are_payload_and_scales_and_nothing_else():
-    compression = dataclasses.replace(taco_jax.Compression.named("taco_block"), min_bytes=0)
+@pytest.mark.parametrize(("preset", "part"), [("taco_block", 6 * (128 + 2)), ("paper", 3 * (256 + 4 + 4))])
+def test_library_messages_are_payload_and_scales_and_nothing_else(preset, part):
+    compression = dataclasses.replace(taco_jax.Compression.named(preset), min_bytes=0)
     psum = functools.partial(taco_jax.psum, axis_name="tp", compression=compression, name="mlp")
     step = jax.shard_map(psum, mesh=mesh(), in_specs=P(None, "tp"), out_specs=P())
     compiled, planned = both(step, jnp.ones((16, 192), jnp.bfloat16))
-    # bf16[16, 96]: each of 2 parts is 6 blocks of 128 codes and a 2-byte scale, of which one part leaves, twice.
+    # bf16[16, 96]: each of 2 parts is 768 codes and the scales of their blocks, of which one part leaves, twice.
     check(compiled, planned, {"mlp": ("forward",)})
     sent = {r.op: (r.count, r.bytes_per_step, r.bf16_bytes_per_step) for r in communication_rows(compiled, planned)}
-    assert sent == {"all-to-all": (1, 780, 1536), "all-gather": (1, 780, 1536)}
+    assert sent == {"all-to-all": (1, part, 1536), "all-gather": (1, part, 1536)}
 
 
 def with_operands(collectives, site, *operands):

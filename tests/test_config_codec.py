@@ -14,11 +14,14 @@ from taco_jax.config import PRESETS, QMAX, Codec, Compression, as_compression
         ({"block": 100}, "block must be one of 32, 64, 128, 256, 512, got 100"),
         ({"hadamard": True}, "hadamard must be one of None, 'block', got True"),
         ({"hadamard": "tensor"}, "hadamard must be one of"),
-        ({"scale": "tensor"}, "scale must be one of 'block', 'adaptive', got 'tensor'"),
+        ({"scale": "tensor"}, "scale must be one of 'block', 'adaptive', 'paper', got 'tensor'"),
         ({"scale_dtype": "f32"}, "scale_dtype must be one of 'bf16', 'e8m0', got 'f32'"),
         ({"layout": "rows"}, "layout must be one of 'hidden', got 'rows'"),
         ({"format": "int8", "scale": "adaptive"}, 'int8 needs scale="block"'),
         ({"format": "int8", "scale_dtype": "e8m0"}, 'int8 needs scale_dtype="bf16"'),
+        ({"scale": "paper"}, 'format="e4m3", hadamard="block", its factors in f32'),
+        ({"scale": "paper", "format": "e5m2", "hadamard": "block"}, "got 'e5m2', 'block'"),
+        ({"scale": "paper", "scale_dtype": "e8m0", "hadamard": "block"}, "scale_dtype='e8m0'"),
     ],
 )
 def test_codec_refuses_what_has_no_meaning(options, message):
@@ -40,7 +43,7 @@ def test_compression_refuses_what_has_no_meaning(options, message):
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ValueError, match="'tako'; there are taco, taco_block, fp8, int8, none"):
+    with pytest.raises(ValueError, match="'tako'; there are taco, taco_block, paper, fp8, int8, none"):
         Compression.named("tako")
     with pytest.raises(ValueError, match="'tako'"):
         as_compression("tako")
@@ -48,9 +51,11 @@ def test_an_unknown_preset_names_the_known_ones():
 
 def test_presets_are_what_the_design_says():
     forward = {name: Compression.named(name).forward for name in PRESETS}
+    assert list(forward) == ["taco", "taco_block", "paper", "fp8", "int8", "none"]
     assert forward == {
         "taco": Codec("e4m3", 128, "block", "adaptive"),
         "taco_block": Codec("e4m3", 128, "block", "block"),
+        "paper": Codec("e4m3", 256, "block", "paper"),
         "fp8": Codec("e4m3", 128, None, "block"),
         "int8": Codec("int8", 128, "block", "block"),
         "none": None,
@@ -62,6 +67,7 @@ def test_metadata_on_the_wire():
     assert Codec(scale="adaptive").scale_bytes == 0
     assert Codec().scale_bytes == 2
     assert Codec(scale_dtype="e8m0").scale_bytes == 1
+    assert Codec(hadamard="block", scale="paper").scale_bytes == 8
     assert {name: Codec(name).qmax for name in QMAX} == {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
 
 

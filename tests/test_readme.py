@@ -27,9 +27,17 @@ def test_named_commands_exist():
 def test_codecs_prints_every_preset(capsys):
     from experiments import codecs
 
-    assert codecs.main(["--size=4096", "--ranks=2"]) == 0
+    assert codecs.main(["--size=32768", "--ranks=2"]) == 0
     out = capsys.readouterr().out
-    for preset, low, high in (("taco", 31, 32.5), ("taco_block", 31.2, 32.5), ("fp8", 31.2, 32.5), ("int8", 43, 44.5)):
-        row = re.search(rf"^\s*{preset}\s+(\S+)\s+(\S+)\s+(\S+)", out, re.MULTILINE)
-        assert low < float(row.group(2)) < high, out
-        assert float(row.group(3)) == pytest.approx(float(row.group(2)) - 3.05, abs=0.35)
+    for preset, sent, low, high in (
+        ("taco", 1, 31, 32.5),
+        ("taco_block", 1.016, 31.2, 32.5),
+        ("paper", 1.031, 31.2, 32.5),
+        ("fp8", 1.016, 31.2, 32.5),
+        ("int8", 1.016, 43, 44.5),
+    ):
+        row = re.search(rf"^\s*{preset}((?:\s+\d+\.\d+){{5}})\s*$", out, re.MULTILINE)
+        size, single, predicted, reduced, predicted_sum = map(float, row.group(1).split())
+        assert size == sent and low < single < high, out
+        assert (single, reduced) == pytest.approx((predicted, predicted_sum), abs=0.3)
+    assert float(re.search(r"(\S+) % of 2", out).group(1)) >= 99.99

@@ -132,7 +132,8 @@ def test_a_step_that_is_not_finite_changes_nothing(value):
 
 
 @pytest.mark.parametrize(
-    "compression", ["taco", *(pytest.param(name, marks=pytest.mark.slow) for name in ("taco_block", "fp8", "int8"))]
+    "compression",
+    ["taco", *(pytest.param(name, marks=pytest.mark.slow) for name in ("taco_block", "paper", "fp8", "int8"))],
 )
 def test_gradients_are_close_and_unbiased(compression):
     """Each tensor within 10 % and cosine 0.995 on every input of English; over 20 of them no shrinking, no growing.

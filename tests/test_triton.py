@@ -146,6 +146,7 @@ def test_a_name_never_falls_back():
     for codec, reason in (
         (Codec("e5m2", 128, "block", "adaptive"), "e5m2"),
         (Codec("e4m3", 128, "block"), "adaptive"),
+        (Codec("e4m3", 256, "block", "paper"), "not 'paper'"),
     ):
         with pytest.raises(NotImplementedError, match=f"'triton': .*{reason}"):
             registry.resolve("triton", codec, jnp.bfloat16)

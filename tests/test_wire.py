@@ -20,7 +20,10 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+WITH_PAPER = {**CODECS, "paper": Codec("e4m3", 256, "block", "paper")}
+
+
+@pytest.mark.parametrize("codec", WITH_PAPER.values(), ids=WITH_PAPER)
 def test_unpack_is_the_inverse_of_pack(codec):
     for lead, blocks in itertools.product([(), (3,), (2, 1)], (1, 2, 5)):
         columns = blocks * codec.block
@@ -57,7 +60,7 @@ def test_adaptive_messages_are_exactly_half_of_bf16():
         assert wire_bytes((64, 128), taco, 8, op) == hops * values
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("codec", WITH_PAPER.values(), ids=WITH_PAPER)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_wire_bytes_count_padding_and_scales(codec, ranks):
     for size in (1, 1000, ranks * codec.block, 4096):

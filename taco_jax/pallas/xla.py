@@ -3,6 +3,7 @@
 Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, payload u8[..., C], scale bytes
 u8[..., C / block * scale_bytes] or None, alpha f32[] a power of two in [2^-126, 2^126].
 Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
+`scale="paper"` has functions of its own below: as published, messages are decoded in full before they are added.
 """
 
 import math
@@ -20,6 +21,7 @@ _OBSERVED = 2.0**16  # keeps sums of squares finite
 _UNDERFLOW = 2.0**-60  # counts for values too small to square, so that alpha can follow them
 _MIN_SCALE = 2.0**-126
 _MAX_SCALE = float(jnp.finfo(jnp.bfloat16).max)
+_PAPER_TAU, _PAPER_EPS, _PAPER_ALPHAS = 448.0, 1e-6, (1e-3, 1e3)
 
 
 def unsupported_reason(codec: Codec, dtype: jnp.dtype) -> str | None:
@@ -34,6 +36,8 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
         payload, scale bytes or None, and the observation f32[5] of z = alpha x (None without `observe`).
     """
     v = _blocks(x.astype(jnp.float32), codec)
+    if codec.scale == "paper":
+        return _encode_paper(v, codec, alpha, observe)
     if codec.scale == "adaptive":
         z = jnp.where(jnp.isfinite(v), jnp.clip(v * alpha, -_BEFORE_ROTATION, _BEFORE_ROTATION), jnp.nan)
         if codec.hadamard:
@@ -53,17 +57,23 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
 
 def decode(payload: jax.Array, scales: jax.Array | None, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
     """Un-rotate, then unscale; finite payloads give finite values of `dtype`."""
+    if codec.scale == "paper":
+        return _rows(_clamped(_decode_paper(payload, scales, codec), dtype))
     return _rows(_unscaled(_values(payload, codec), _scale(scales, codec, alpha), codec, dtype))
 
 
 def decode_sum(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
     """Decode u8[n, ..., C] and add the n values in rank order in f32; result [..., C] of `dtype`."""
+    if codec.scale == "paper":
+        return _rows(_clamped(_add(_decode_paper(payloads, scales, codec)), dtype))
     total, scale = _sum(payloads, scales, codec, alpha)
     return _rows(_unscaled(total, scale, codec, dtype))
 
 
 def reduce(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alphas: jax.Array, *, observe: bool):
     """Add n payloads in the rotated domain and encode the sum again; no transform, since H is linear.
+
+    With `scale="paper"` each payload is decoded in full and the sum encoded in full: two transforms.
 
     Args:
         payloads: u8[n, ..., C].
@@ -75,6 +85,8 @@ def reduce(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alphas: 
     Returns:
         payload u8[..., C], scale bytes or None, observation f32[5] or None.
     """
+    if codec.scale == "paper":
+        return _encode_paper(_clamped(_add(_decode_paper(payloads, scales, codec))), codec, alphas[1], observe)
     total, scale = _sum(payloads, scales, codec, alphas[0])
     if codec.scale == "adaptive":
         z = total * jnp.clip(alphas[1] / alphas[0], _MIN_SCALE, _BEFORE_ROTATION)
@@ -104,10 +116,14 @@ def _rows(x: jax.Array) -> jax.Array:
 
 def _amax(x: jax.Array) -> jax.Array:
     """Return max |x| over the last axis, kept, and NaN if one is: XLA:CPU's reduction drops NaN (and is slow)."""
-    x = jnp.abs(x)
+    return _fold(jnp.abs(x), jnp.maximum)
+
+
+def _fold(x: jax.Array, combine) -> jax.Array:
+    """Combine the values of the last axis, kept, half with half: the same order for any shape."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
-        x = jnp.maximum(x[..., :half], x[..., half:])
+        x = combine(x[..., :half], x[..., half:])
     return x
 
 
@@ -128,13 +144,21 @@ def _values(payload: jax.Array, codec: Codec) -> jax.Array:
 
 
 def _unscaled(q: jax.Array, scale: jax.Array, codec: Codec, dtype) -> jax.Array:
-    if codec.hadamard:
-        # XLA may fold the factor behind the butterfly into a scale of 2^-126, so it must not be below one; a power of
-        # two ahead of it is exact.
-        ahead = 2.0 ** math.floor(math.log2(_norm(codec)))
-        q = rotate(q * ahead) * (_norm(codec) / ahead)
+    return _clamped(_unrotated(q, codec) * scale, dtype)
+
+
+def _unrotated(q: jax.Array, codec: Codec) -> jax.Array:
+    if not codec.hadamard:
+        return q
+    # XLA may fold the factor behind the butterfly into a scale of 2^-126, so it must not be below one; a power of
+    # two ahead of it is exact.
+    ahead = 2.0 ** math.floor(math.log2(_norm(codec)))
+    return rotate(q * ahead) * (_norm(codec) / ahead)
+
+
+def _clamped(x: jax.Array, dtype=jnp.float32) -> jax.Array:
     limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(q * scale, -limit, limit).astype(dtype)
+    return jnp.clip(x, -limit, limit).astype(dtype)
 
 
 def _sum(payloads, scales, codec: Codec, alpha) -> tuple[jax.Array, jax.Array]:
@@ -152,10 +176,44 @@ def _sum(payloads, scales, codec: Codec, alpha) -> tuple[jax.Array, jax.Array]:
             largest = jnp.maximum(largest, s)
         unit, inverse = _power_of_two(largest)
         parts = q * (scale * inverse)
+    return _add(parts), unit
+
+
+def _add(parts: jax.Array) -> jax.Array:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return total, unit
+    return total
+
+
+def _encode_paper(v: jax.Array, codec: Codec, alpha: jax.Array, observe: bool):
+    """Encode blocks as published: alpha_k = tau / RMS, rotate, s_k = amax / qmax, both factors sent in f32.
+
+    Where the published formula divides zero by zero (a zero block, and one so small that s_k leaves f32's normal range)
+    the codes are zeros. So they are, with s_k = 0, for a block that holds a NaN or an infinity.
+    """
+    sound = jnp.where(jnp.isfinite(_amax(v)), v, 0.0)
+    # Clamped between product and sum here and below: a fused multiply-add would round as the program around it decides.
+    mean_square = _fold(_clamped(jnp.square(sound)), jnp.add) / codec.block
+    own_alpha = jnp.clip(_PAPER_TAU / jnp.sqrt(mean_square + _PAPER_EPS), *_PAPER_ALPHAS)
+    z = rotate(_clamped(sound * own_alpha)) * _norm(codec)
+    scale = _amax(z) / codec.qmax
+    scale = jnp.where(scale < _MIN_SCALE, 0.0, scale)
+    codes = jnp.where(scale > 0, z / jnp.where(scale > 0, scale, 1.0), 0.0)
+    payload = _cast(codes, codec)
+    seen = _observe(v * alpha, codes, payload, codec, scale / own_alpha * alpha, v) if observe else None
+    factors = jnp.concatenate([scale[..., 0], own_alpha[..., 0]], axis=-1)
+    return _rows(payload), _rows(lax.bitcast_convert_type(factors, jnp.uint8)), seen
+
+
+def _decode_paper(payload: jax.Array, scales: jax.Array | None, codec: Codec) -> jax.Array:
+    """Return the values f32[..., blocks, block]: H(q) s / (sqrt(block) alpha), s once per block since H is linear."""
+    assert scales is not None
+    words = scales.reshape(*scales.shape[:-1], scales.shape[-1] // 4, 4)
+    scale, own_alpha = jnp.split(lax.bitcast_convert_type(words, jnp.float32), 2, axis=-1)
+    # Where nothing was received (an open permutation) both factors are zero.
+    own_alpha = jnp.where(own_alpha > 0, own_alpha, 1.0)
+    return _clamped(_unrotated(_values(payload, codec), codec) * scale[..., None] / own_alpha[..., None])
 
 
 def _power_of_two(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
