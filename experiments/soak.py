@@ -1,5 +1,4 @@
-"""Stop a run again and again, at random: `python -m experiments.soak --minutes=20` must end with the bits of an
-undisturbed run.
+"""Stop a run again and again, at random, and compare it with one that was let be: `python -m experiments.soak`.
 
 A trainer is killed (SIGKILL) or told to stop (SIGTERM, SIGUSR1) about every `--every` seconds and started again by the
 same command; when the time is up it finishes. Then the same command runs undisturbed into another folder, and all

@@ -189,9 +189,11 @@ class Program:
 
     def _step(self, state: dict, step: jax.Array, batch: dict) -> tuple[dict, dict]:
         sums, gradients, observed = self.loss_and_gradients(state["params"], state["scales"], batch)
-        scales, seen = self._update_scales(state["scales"], observed)
+        with jax.named_scope("scales"):
+            scales, seen = self._update_scales(state["scales"], observed)
         norm, rate = sums["grad_norm"], self.learning_rate(step)
-        update, opt_state = self.direction.update(gradients, state["opt_state"], state["params"], global_norm=norm)
+        with jax.named_scope("optimizer"):
+            update, opt_state = self.direction.update(gradients, state["opt_state"], state["params"], global_norm=norm)
         # A step that is not finite would spoil the moments for good; all ranks see the same two numbers.
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
         moves = finite & (step >= 0)
@@ -256,7 +258,8 @@ class Program:
         """Return this device's part of the sum over tokens of mask * loss; the parts of dp and pp add up to it."""
         model, x = self._hidden(parameters, comm, batch["tokens"], self.config.parallel.num_microbatches, ("dp", "pp"))
         targets, mask = (pipeline.own_share(batch[key].reshape(-1)) for key in ("targets", "mask"))
-        return jnp.sum(model.loss(x, targets, comm) * mask)
+        with jax.named_scope("head"):
+            return jnp.sum(model.loss(x, targets, comm) * mask)
 
     def _hidden(
         self, parameters: dict, comm: TensorParallel, tokens: jax.Array, num_microbatches: int, axes: tuple[str, ...]
@@ -264,10 +267,12 @@ class Program:
         """Return the model and its last hidden states [tokens / pp, H], shared by the stages."""
         model = nnx.merge(graph_of(self.model_config), parameters)
         microbatches = tokens.reshape(num_microbatches, -1, tokens.shape[-1])
-        x = pipeline.on_first_stage(lambda: model.embed(microbatches, comm), axes=axes)
+        with jax.named_scope("embedding"):
+            x = pipeline.on_first_stage(lambda: model.embed(microbatches, comm), axes=axes)
         options = {"remat": self.config.parallel.remat, "remat_policy": save_payloads()}
         layers = functools.partial(model.run_layers, comm=comm.select(LAYER_SITES), **options)
-        x = pipeline.run_pipeline(layers, x, **options)
+        with jax.named_scope("layers"):
+            x = pipeline.run_pipeline(layers, x, **options)
         return model, pipeline.scatter_from_last_stage(x.reshape(-1, x.shape[-1]))
 
     # Without gradients

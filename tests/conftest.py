@@ -1,5 +1,6 @@
 """Eight emulated devices for every test process, set before JAX starts; runs of the trainer that tests share."""
 
+import collections
 import contextlib
 import os
 
@@ -47,3 +48,16 @@ def uninterrupted(compiled_once, tmp_path_factory):
     with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
         assert train.main([*TINY, *recording, f"--out={folder}"]) == 0
     return folder
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the seconds that each file took, all processes together."""
+    seconds = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration") and hasattr(report, "nodeid"):
+                seconds[report.nodeid.split("::")[0]] += report.duration
+    if seconds:
+        terminalreporter.section("seconds per file")
+        for file, total in seconds.most_common():
+            terminalreporter.write_line(f"{total:8.1f}  {file}")
