@@ -76,7 +76,7 @@ def check_same_run(position: Position, config: TrainConfig, data_digest: str, fo
     # A field that came after the checkpoint had what is now its default.
     saved = flatten(TrainConfig()) | flatten(position.config)
     changed = [
-        f"{name} is {saved[name]}, not {value}"
+        f"{name} is {'empty' if saved[name] == '' else saved[name]}, not {'empty' if value == '' else value}"
         for name, value in flatten(config).items()
         if not name.startswith(CHANGEABLE) and saved[name] != value
     ]

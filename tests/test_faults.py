@@ -257,7 +257,7 @@ def test_a_new_run_starts_with_the_parameters_of_another(uninterrupted, tmp_path
     assert train.main(argv) == 0
     assert "the run is complete" in capsys.readouterr().out
     assert train.main([*argv[:-1], f"--out={uninterrupted}"]) == 2
-    assert "init_from is , not" in capsys.readouterr().err
+    assert "init_from is empty, not" in capsys.readouterr().err
     assert train.main([*argv[:-1], "--set=model.hidden_size=128", f"--out={tmp_path / 'wide'}"]) == 2
     assert "does not fit this run" in capsys.readouterr().err
     assert train.main([*TINY, f"--init-from={tmp_path}", f"--out={tmp_path / 'none'}"]) == 2
