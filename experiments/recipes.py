@@ -20,6 +20,8 @@ def main() -> TrainConfig:
     return TrainConfig(
         recipe="main",
         steps=100,
+        # A byte takes 0.4 s where 128 devices share a CPU.
+        sample_length=80,
         model=ModelConfig(num_layers=4, hidden_size=128, num_heads=8, intermediate_size=512),
         data=DataConfig(sequence_length=64, batch_size=64),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10, decay_steps=100),
