@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import logging
 import os
 
 import jax
@@ -17,6 +18,16 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture
+def program_log(caplog, monkeypatch):
+    """What the program itself logs, whichever handlers the tests before have left behind."""
+    log = logging.getLogger("experiments")
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "propagate", False)
+    caplog.set_level(logging.INFO, log.name)
+    return caplog
 
 
 @pytest.fixture(scope="module")

@@ -226,12 +226,11 @@ def test_every_nth_stays(tmp_path):
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["2", "4", "5"]
 
 
-def test_a_step_is_saved_once(tmp_path, caplog):
-    caplog.set_level("INFO", logger="experiments")
+def test_a_step_is_saved_once(tmp_path, program_log):
     with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
         checkpoints.save(position(4), new_state())
         checkpoints.save(position(4), jax.tree.map(lambda x: x + 1, new_state()))
-        assert f"checkpoint {tmp_path / 'c' / '4'} exists already" in caplog.text
+        assert f"checkpoint {tmp_path / 'c' / '4'} exists already" in program_log.text
         state, _ = checkpoints.restore(abstract(new_state(), "dp1"))
     chex.assert_trees_all_equal(state, new_state())
 

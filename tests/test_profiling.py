@@ -1,7 +1,6 @@
 """A trace that `--profile` makes, opened again."""
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -75,11 +74,10 @@ def test_a_run_that_resumes_inside_the_range_traces_the_rest(tmp_path):
     assert trace(tmp_path)[0] == [4]
 
 
-def test_a_range_that_is_over_traces_nothing_and_says_so(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("experiments"), "propagate", True)
+def test_a_range_that_is_over_traces_nothing_and_says_so(tmp_path, program_log):
     run(tmp_path, "2:5", start=4, total=6)
     assert list(tmp_path.iterdir()) == []
-    assert "traces nothing: the run has done step 4 already" in caplog.text
+    assert "traces nothing: the run has done step 4 already" in program_log.text
 
 
 @no_module

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import logging
 import sys
 import types
 
@@ -110,14 +109,13 @@ def test_another_run_folder_is_another_wandb_run(tmp_path, monkeypatch):
     assert wandb.calls[0]["id"] != wandb.calls[1]["id"]
 
 
-def test_wandb_without_its_service_goes_on_offline(tmp_path, monkeypatch, caplog):
+def test_wandb_without_its_service_goes_on_offline(tmp_path, monkeypatch, program_log):
     monkeypatch.setitem(sys.modules, "wandb", wandb := FakeWandB(failures=1))
-    monkeypatch.setattr(logging.getLogger("experiments"), "propagate", True)
     with tracking(with_log(wandb="taco"), tmp_path, 0) as tracker:
         tracker.log(1, {"loss": 1.0})
     assert wandb.calls[1]["mode"] == "offline" and wandb.calls[1]["id"] == wandb.calls[0]["id"]
     assert wandb.run.logged == [(1, {"loss": 1.0})] and wandb.torn_down == 1
-    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["no route to the service"]
+    assert [record.getMessage().split(": ")[1] for record in program_log.records] == ["no route to the service"]
 
 
 @pytest.mark.parametrize(
