@@ -78,11 +78,11 @@ class _Tile:
     def load_payload(self, ref, rank: int, columns: slice) -> jax.Array:
         return _decoded(self._load(ref, self._offsets(self.payload, columns), rank), self.codec)
 
-    def store_values(self, ref, pieces: list[jax.Array], convert) -> None:
-        self._store_pieces(ref, self.values, pieces, convert)
+    def store_values(self, ref, columns: slice, values: jax.Array) -> None:
+        self._store(ref, self._offsets(self.values, columns), values)
 
-    def store_payload(self, ref, pieces: list[jax.Array]) -> None:
-        self._store_pieces(ref, self.payload, pieces, lambda z: _encoded(z, self.codec))
+    def store_payload(self, ref, columns: slice, codes: jax.Array) -> None:
+        self._store(ref, self._offsets(self.payload, columns), codes)
 
     def load_scale(self, ref, rank: int) -> jax.Array:
         """Return the factors f32[rows]."""
@@ -101,13 +101,6 @@ class _Tile:
             return
         for byte in range(2):
             self._store(ref, self.scales + byte, ((bits >> (16 + 8 * byte)) & 255).astype(jnp.uint8))
-
-    def _store_pieces(self, ref, start, pieces: list[jax.Array], convert) -> None:
-        columns = self.tiling.columns
-        if len(pieces) > len(columns):
-            pieces = [_joined(*halves) for halves in zip(pieces[::2], pieces[1::2], strict=True)]
-        for place, piece in zip(columns, pieces, strict=True):
-            self._store(ref, self._offsets(start, place), convert(piece))
 
     def _offsets(self, start: jax.Array, columns: slice) -> jax.Array:
         column = lax.broadcasted_iota(jnp.int32, (self.tiling.rows, self.tiling.width), 1)
@@ -131,53 +124,79 @@ def encode_kernel(x_ref, alpha_ref, message_ref, seen_ref=None, *, tiling: Tilin
     """Rotate, scale, clamp and cast: as `xla.encode`."""
     tile, codec = _Tile(tiling), tiling.codec
     seen = _Seen(codec) if seen_ref is not None else None
-    alpha = alpha_ref[0]
-    sources = [tile.load_values(x_ref, columns) for columns in tiling.columns]
-    if codec.scale == "adaptive":
-        limit = arithmetic.BEFORE_ROTATION
-        pieces = [_clamp(source * alpha, limit, jnp.abs(source) < jnp.inf) for source in sources]
-        pieces = [z * arithmetic.norm(codec) for z in _rotate(pieces, codec)]
-        signals, unit = pieces, None
-    else:
-        amax = _amax(sources)
-        up, down = arithmetic.power_of_two(amax)
-        pieces = _rotate([source * down[:, None] for source in sources], codec)
-        quotient = _divided(_amax(pieces) * arithmetic.norm(codec), codec.qmax)
-        scale = arithmetic.block_scale(quotient, up, amax, codec)
-        factor = _divided(arithmetic.norm(codec), scale * down)
-        pieces = [y * factor[:, None] for y in pieces]
-        signals, unit = [source * alpha for source in sources] if seen else [], scale * alpha
-        tile.store_scale(message_ref, scale)
+    scaled = _scaled_adaptive if codec.scale == "adaptive" else _scaled_block
+    pieces = scaled(tile, x_ref, alpha_ref[0], message_ref, seen)
     if seen:
-        seen.add(sources, signals, pieces, unit)
         seen.write(seen_ref)
-    tile.store_payload(message_ref, pieces)
+    if len(pieces) > len(tiling.columns):
+        pieces = _whole(pieces, codec)
+    for columns, z in zip(tiling.columns, pieces, strict=True):
+        tile.store_payload(message_ref, columns, _encoded(z, codec))
+
+
+def _scaled_adaptive(tile: _Tile, x_ref, alpha, message_ref, seen) -> list[jax.Array]:
+    """Return what is to be cast, in halves of pieces: the observation need not join them, which moves values about."""
+    codec, pieces = tile.codec, []
+    for columns in tile.tiling.columns:
+        source = tile.load_values(x_ref, columns)
+        pieces.append(_clamp(source * alpha, arithmetic.BEFORE_ROTATION, jnp.abs(source) < jnp.inf))
+        if seen:
+            seen.add_source(source)
+    pieces = [z * arithmetic.norm(codec) for z in _rotate(pieces, codec)]
+    if seen:
+        for z in pieces:
+            seen.add_signal(z)
+            seen.add_code(z, None)
+    return pieces
+
+
+def _scaled_block(tile: _Tile, x_ref, alpha, message_ref, seen) -> list[jax.Array]:
+    """Return what is to be cast, and store the scales."""
+    codec, pieces = tile.codec, []
+    for columns in tile.tiling.columns:
+        pieces.append(tile.load_values(x_ref, columns))
+        if seen:
+            seen.add_source(pieces[-1])
+            seen.add_signal(pieces[-1] * alpha)
+    amax = _amax(pieces)
+    up, down = arithmetic.power_of_two(amax)
+    pieces = _whole(_rotate([source * down[:, None] for source in pieces], codec), codec)
+    quotient = _divided(_amax(pieces) * arithmetic.norm(codec), codec.qmax)
+    scale = arithmetic.block_scale(quotient, up, amax, codec)
+    factor = _divided(arithmetic.norm(codec), scale * down)
+    tile.store_scale(message_ref, scale)
+    pieces = [y * factor[:, None] for y in pieces]
+    if seen:
+        for z in pieces:
+            seen.add_code(z, scale * alpha)
+    return pieces
 
 
 def reduce_kernel(messages_ref, alpha_ref, message_ref, seen_ref=None, *, tiling: Tiling):
     """Add the ranks' codes and encode the sum, without a transform: as `xla.reduce`."""
     tile, codec = _Tile(tiling), tiling.codec
     seen = _Seen(codec) if seen_ref is not None else None
-    if codec.scale == "adaptive":
-        ratio = _power_of_two(jnp.clip(_exponent(alpha_ref[1]) - _exponent(alpha_ref[0]), -126, 100))
-        for columns in tiling.columns:
-            total = _sum(tile, messages_ref, columns, None)
-            if seen:
-                seen.add([total], [total * ratio], [total * ratio], None)
-            tile._store(message_ref, tile._offsets(tile.payload, columns), _encoded(total * ratio, codec))
-    else:
-        factors, unit, inverse = _rank_factors(tile, messages_ref)
-        totals = [_sum(tile, messages_ref, columns, factors) for columns in tiling.columns]
-        amax = _amax(totals)
+    ranks, totals = None, {}
+    if codec.scale == "block":
+        ranks, unit, inverse = _rank_factors(tile, messages_ref)
+        totals = {columns.start: _sum(tile, messages_ref, columns, ranks) for columns in tiling.columns}
+        amax = _amax(list(totals.values()))
         after = arithmetic.block_scale(_divided(amax, codec.qmax), unit, amax, codec)
         ratio = after * inverse
-        factor = _divided(1.0, jnp.where(ratio < arithmetic.MIN_SCALE, arithmetic.MIN_SCALE, ratio))
-        pieces = [total * factor[:, None] for total in totals]
-        if seen:
-            whole = jnp.minimum(unit * alpha_ref[1], arithmetic.OBSERVED)
-            seen.add(totals, [total * whole[:, None] for total in totals], pieces, after * alpha_ref[1])
+        factor = _divided(1.0, jnp.where(ratio < arithmetic.MIN_SCALE, arithmetic.MIN_SCALE, ratio))[:, None]
+        whole, unit = jnp.minimum(unit * alpha_ref[1], arithmetic.OBSERVED)[:, None], after * alpha_ref[1]
         tile.store_scale(message_ref, after)
-        tile.store_payload(message_ref, pieces)
+    else:
+        factor = _power_of_two(jnp.clip(_exponent(alpha_ref[1]) - _exponent(alpha_ref[0]), -126, 100))
+        whole, unit = factor, None
+    for columns in tiling.columns:
+        total = totals[columns.start] if totals else _sum(tile, messages_ref, columns, ranks)
+        z = total * factor
+        tile.store_payload(message_ref, columns, _encoded(z, codec))
+        if seen:
+            seen.add_source(total)
+            seen.add_signal(total * whole)
+            seen.add_code(z, unit)
     if seen:
         seen.write(seen_ref)
 
@@ -192,17 +211,13 @@ def decode_kernel(messages_ref, alpha_ref, x_ref, *, tiling: Tiling, summed: boo
         scale = unit[:, None]
     else:
         factors, scale = None, tile.load_scale(messages_ref, 0)[:, None]
-    pieces = [_sum(tile, messages_ref, columns, factors) for columns in tiling.columns]
     # As in `xla`: neither factor may underflow with a scale of 2^-126.
     ahead = 2.0 ** math.floor(math.log2(arithmetic.norm(codec)))
-    pieces = [t * (arithmetic.norm(codec) / ahead) for t in _rotate([t * ahead for t in pieces], codec)]
+    pieces = [_sum(tile, messages_ref, columns, factors) * ahead for columns in tiling.columns]
     limit = float(jnp.finfo(x_ref.dtype).max)
-
-    def convert(t):
-        value = t * scale
-        return _clamp(value, limit, value == value).astype(x_ref.dtype)
-
-    tile.store_values(x_ref, pieces, convert)
+    for columns, t in zip(tiling.columns, _whole(_rotate(pieces, codec), codec), strict=True):
+        value = t * (arithmetic.norm(codec) / ahead) * scale
+        tile.store_values(x_ref, columns, _clamp(value, limit, value == value).astype(x_ref.dtype))
 
 
 def _rank_factors(tile: _Tile, ref) -> tuple[list[jax.Array], jax.Array, jax.Array]:
@@ -241,20 +256,23 @@ def _divided(numerator, divisor) -> jax.Array:
 
 
 def _rotate(pieces: list[jax.Array], codec: Codec) -> list[jax.Array]:
-    """`hadamard.rotate` of rows cut into pieces; returns the halves of the pieces, or the pieces without a transform.
-
-    Joining the halves of the last round moves values between threads, which the observation does not need; the store
-    does, for whole sectors.
-    """
+    """`hadamard.rotate` of rows cut into pieces; returns halves of pieces, or the pieces without a transform."""
     if not codec.hadamard:
         return pieces
-    pieces = [half for piece in pieces for half in _rotate_piece(piece)]
+    halves = [half for piece in pieces for half in _rotate_piece(piece)]
     distance = 2
-    while distance < len(pieces):
-        pairs = [(pieces[i & ~distance], pieces[i | distance]) for i in range(len(pieces))]
-        pieces = [a - b if i & distance else a + b for i, (a, b) in enumerate(pairs)]
+    while distance < len(halves):
+        pairs = [(halves[i & ~distance], halves[i | distance]) for i in range(len(halves))]
+        halves = [a - b if i & distance else a + b for i, (a, b) in enumerate(pairs)]
         distance *= 2
-    return pieces
+    return halves
+
+
+def _whole(halves: list[jax.Array], codec: Codec) -> list[jax.Array]:
+    """Return the pieces that `_rotate` left in halves."""
+    if not codec.hadamard:
+        return halves
+    return [_joined(*both) for both in zip(halves[::2], halves[1::2], strict=True)]
 
 
 def _rotate_piece(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -313,21 +331,21 @@ class _Seen:
         self.codec = codec
         self.parts: dict[str, jax.Array] = {}
 
-    def add(self, sources, signals, encoded, unit: jax.Array | None) -> None:
-        """Add pieces: what entered, alpha times it, what was cast, and the blocks' unit f32[rows] of the last."""
+    def add_source(self, source: jax.Array) -> None:
+        self._count("nonzero", source != 0)
+        self._count("nonfinite", ~(jnp.abs(source) < jnp.inf))
+
+    def add_signal(self, signal: jax.Array) -> None:
         limit = self.codec.qmax if self.codec.scale == "adaptive" else arithmetic.OBSERVED
-        for source in sources:
-            self._count("nonzero", source != 0)
-            self._count("nonfinite", ~(jnp.abs(source) < jnp.inf))
-        for signal in signals:
-            self._add("squares", _square(jnp.clip(signal, -limit, limit), jnp.abs(signal) < jnp.inf))
-        for z in encoded:
-            code = _decoded(_encoded(z, self.codec), self.codec)
-            error = jnp.clip(z, -arithmetic.OBSERVED, arithmetic.OBSERVED) - code
-            if unit is not None:
-                error = error * jnp.minimum(unit, arithmetic.OBSERVED)[:, None]
-            self._add("noise", _square(error, (z == z) & (jnp.abs(error) < jnp.inf)))
-            self._count("saturated", jnp.abs(z) > self.codec.qmax * arithmetic.SATURATED)
+        self._add("squares", _square(jnp.clip(signal, -limit, limit), jnp.abs(signal) < jnp.inf))
+
+    def add_code(self, z: jax.Array, unit: jax.Array | None) -> None:
+        """Add what is cast; `unit` f32[rows] times z is in units of the signal."""
+        error = jnp.clip(z, -arithmetic.OBSERVED, arithmetic.OBSERVED) - _decoded(_encoded(z, self.codec), self.codec)
+        if unit is not None:
+            error = error * jnp.minimum(unit, arithmetic.OBSERVED)[:, None]
+        self._add("noise", _square(error, (z == z) & (jnp.abs(error) < jnp.inf)))
+        self._count("saturated", jnp.abs(z) > self.codec.qmax * arithmetic.SATURATED)
 
     def write(self, seen_ref) -> None:
         # Flat, so that each thread adds all it holds before threads exchange anything.

@@ -1,7 +1,8 @@
 """The codec in plain jnp: the reference for every other implementation, and what CPU, TPU and older GPUs run.
 
-Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, messages u8[..., M] as `taco_jax.wire` lays them out
-(payload u8[..., C], scale bytes u8[..., C / block * scale_bytes] or None), alpha f32[] a power of two in [2^-126, 2^126].
+Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, messages u8[..., M] as `taco_jax.wire` lays them
+out (payload u8[..., C], scale bytes u8[..., C / block * scale_bytes] or None), alpha f32[] a power of two in
+[2^-126, 2^126].
 Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
 `scale="paper"` has functions of its own below: as published, messages are decoded in full before they are added.
 """
