@@ -37,9 +37,7 @@ def encode(
     Returns:
         message u8[..., M] and the observation or None.
     """
-    module = registry.resolve(implementation, codec, x.dtype)
-    payload, scales, seen = module.encode(x, codec, alpha, observe=observe)
-    return wire.pack(payload, scales), seen
+    return registry.resolve(implementation, codec, x.dtype).encode(x, codec, alpha, observe=observe)
 
 
 def decode(
@@ -51,7 +49,7 @@ def decode(
     implementation: str | None = None,
 ) -> Float[Array, "*rows c"]:
     """Decode u8[..., M] to values [..., C] of `dtype`."""
-    return registry.resolve(implementation, codec, dtype).decode(*wire.unpack(message, codec), codec, alpha, dtype)
+    return registry.resolve(implementation, codec, dtype).decode(message, codec, alpha, dtype)
 
 
 def decode_sum(
@@ -63,8 +61,7 @@ def decode_sum(
     implementation: str | None = None,
 ) -> Float[Array, "*rows c"]:
     """Decode u8[n, ..., M] and add over the first axis in rank order, in f32; values [..., C] of `dtype`."""
-    module = registry.resolve(implementation, codec, dtype)
-    return module.decode_sum(*wire.unpack(messages, codec), codec, alpha, dtype)
+    return registry.resolve(implementation, codec, dtype).decode_sum(messages, codec, alpha, dtype)
 
 
 def reduce(
@@ -89,9 +86,7 @@ def reduce(
     Returns:
         message u8[..., M] and the observation or None.
     """
-    module = registry.resolve(implementation, codec, dtype)
-    payload, scales, seen = module.reduce(*wire.unpack(messages, codec), codec, alphas, observe=observe)
-    return wire.pack(payload, scales), seen
+    return registry.resolve(implementation, codec, dtype).reduce(messages, codec, alphas, observe=observe)
 
 
 def round_trip(

@@ -13,6 +13,11 @@ def message_size(columns: int, codec: Codec) -> int:
     return columns + columns // codec.block * codec.scale_bytes
 
 
+def message_columns(size: int, codec: Codec) -> int:
+    """Return the values of a row whose message has `size` bytes; inverse of `message_size`."""
+    return size * codec.block // (codec.block + codec.scale_bytes)
+
+
 def pack(payload: jax.Array, scales: jax.Array | None) -> jax.Array:
     """Join payload u8[..., C] and scale bytes u8[..., C / block * scale_bytes] into one message."""
     return payload if scales is None else jnp.concatenate([payload, scales], axis=-1)
@@ -22,7 +27,7 @@ def unpack(message: jax.Array, codec: Codec) -> tuple[jax.Array, jax.Array | Non
     """Split a message u8[..., M] into payload and scale bytes; inverse of `pack`."""
     if not codec.scale_bytes:
         return message, None
-    columns = message.shape[-1] * codec.block // (codec.block + codec.scale_bytes)
+    columns = message_columns(message.shape[-1], codec)
     return message[..., :columns], message[..., columns:]
 
 

@@ -43,7 +43,7 @@ def resolve(implementation: str | None, codec: Codec, dtype: DTypeLike) -> Modul
     reason = module.unsupported_reason(codec, jnp.dtype(dtype))
     platform, capability = _device()
     if reason is None and platform == "gpu" and hasattr(module, "device_unsupported_reason"):
-        reason = module.device_unsupported_reason(capability)
+        reason = module.device_unsupported_reason(codec, capability)
     if reason is not None:
         raise NotImplementedError(f"implementation {implementation!r}: {reason}")
     return module
@@ -69,7 +69,7 @@ def _first_supported(
         if platform != "gpu":
             continue
         module = _load(name)
-        reason = module.device_unsupported_reason(capability) or module.unsupported_reason(codec, dtype)
+        reason = module.device_unsupported_reason(codec, capability) or module.unsupported_reason(codec, dtype)
         if reason is None:
             break
         _log.warning("taco_jax: %s is not used: %s", name, reason)

@@ -1,7 +1,8 @@
 """The codec in plain jnp: the reference for every other implementation, and what CPU, TPU and older GPUs run.
 
-Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, payload u8[..., C], scale bytes
-u8[..., C / block * scale_bytes] or None, alpha f32[] a power of two in [2^-126, 2^126].
+Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, messages u8[..., M] as `taco_jax.wire` lays them
+out (payload u8[..., C], scale bytes u8[..., C / block * scale_bytes] or None), alpha f32[] a power of two in
+[2^-126, 2^126].
 Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
 `scale="paper"` has functions of its own below: as published, messages are decoded in full before they are added.
 """
@@ -12,15 +13,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from taco_jax import wire
 from taco_jax.config import Codec
 from taco_jax.hadamard import rotate
+from taco_jax.pallas.arithmetic import (
+    BEFORE_ROTATION,
+    FORMAT_DTYPE,
+    MIN_SCALE,
+    OBSERVED,
+    SATURATED,
+    UNDERFLOW,
+    block_scale,
+    norm,
+    power_of_two,
+)
 
-_FORMAT_DTYPE = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8}
-_BEFORE_ROTATION = 2.0**100  # keeps the rotation of a clipped value finite; far above every format's maximum
-_OBSERVED = 2.0**16  # keeps sums of squares finite
-_UNDERFLOW = 2.0**-60  # counts for values too small to square, so that alpha can follow them
-_MIN_SCALE = 2.0**-126
-_MAX_SCALE = float(jnp.finfo(jnp.bfloat16).max)
 _PAPER_TAU, _PAPER_EPS, _PAPER_ALPHAS = 448.0, 1e-6, (1e-3, 1e3)
 
 
@@ -33,77 +40,79 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
     """Rotate, scale, clamp and cast.
 
     Returns:
-        payload, scale bytes or None, and the observation f32[5] of z = alpha x (None without `observe`).
+        message u8[..., M], and the observation f32[5] of z = alpha x (None without `observe`).
     """
     v = _blocks(x.astype(jnp.float32), codec)
     if codec.scale == "paper":
         return _encode_paper(v, codec, alpha, observe)
     if codec.scale == "adaptive":
-        z = jnp.where(jnp.isfinite(v), jnp.clip(v * alpha, -_BEFORE_ROTATION, _BEFORE_ROTATION), jnp.nan)
+        z = jnp.where(jnp.isfinite(v), jnp.clip(v * alpha, -BEFORE_ROTATION, BEFORE_ROTATION), jnp.nan)
         if codec.hadamard:
-            z = rotate(z) * _norm(codec)
+            z = rotate(z) * norm(codec)
         payload = _cast(z, codec)
         seen = _observe(z, z, payload, codec, 1.0, v) if observe else None
-        return _rows(payload), None, seen
+        return _rows(payload), seen
     amax = _amax(v)
-    up, down = _power_of_two(amax)
+    up, down = power_of_two(amax)
     y = rotate(v * down) if codec.hadamard else v * down
-    scale = _block_scale(_amax(y) * _norm(codec), up, amax, codec)
-    z = y * (_norm(codec) / (scale * down))
+    scale = block_scale(_amax(y) * norm(codec) / codec.qmax, up, amax, codec)
+    z = y * (norm(codec) / (scale * down))
     payload = _cast(z, codec)
     seen = _observe(v * alpha, z, payload, codec, scale * alpha, v) if observe else None
-    return _rows(payload), _scale_bytes(scale, codec), seen
+    return wire.pack(_rows(payload), _scale_bytes(scale, codec)), seen
 
 
-def decode(payload: jax.Array, scales: jax.Array | None, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
-    """Un-rotate, then unscale; finite payloads give finite values of `dtype`."""
+def decode(message: jax.Array, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
+    """Un-rotate, then unscale; finite messages give finite values of `dtype`."""
+    payload, scales = wire.unpack(message, codec)
     if codec.scale == "paper":
         return _rows(_clamped(_decode_paper(payload, scales, codec), dtype))
     return _rows(_unscaled(_values(payload, codec), _scale(scales, codec, alpha), codec, dtype))
 
 
-def decode_sum(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
-    """Decode u8[n, ..., C] and add the n values in rank order in f32; result [..., C] of `dtype`."""
+def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
+    """Decode u8[n, ..., M] and add the n values in rank order in f32; result [..., C] of `dtype`."""
+    payloads, scales = wire.unpack(messages, codec)
     if codec.scale == "paper":
         return _rows(_clamped(_add(_decode_paper(payloads, scales, codec)), dtype))
     total, scale = _sum(payloads, scales, codec, alpha)
     return _rows(_unscaled(total, scale, codec, dtype))
 
 
-def reduce(payloads: jax.Array, scales: jax.Array | None, codec: Codec, alphas: jax.Array, *, observe: bool):
-    """Add n payloads in the rotated domain and encode the sum again; no transform, since H is linear.
+def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: bool):
+    """Add n messages in the rotated domain and encode the sum again; no transform, since H is linear.
 
-    With `scale="paper"` each payload is decoded in full and the sum encoded in full: two transforms.
+    With `scale="paper"` each message is decoded in full and the sum encoded in full: two transforms.
 
     Args:
-        payloads: u8[n, ..., C].
-        scales: their scale bytes or None.
+        messages: u8[n, ..., M].
         codec: format of both hops.
-        alphas: f32[2], of the payloads and of the result.
+        alphas: f32[2], of the messages and of the result.
         observe: whether to return the observation of z = alphas[1] * sum.
 
     Returns:
-        payload u8[..., C], scale bytes or None, observation f32[5] or None.
+        message u8[..., M], observation f32[5] or None.
     """
+    payloads, scales = wire.unpack(messages, codec)
     if codec.scale == "paper":
         return _encode_paper(_clamped(_add(_decode_paper(payloads, scales, codec))), codec, alphas[1], observe)
     total, scale = _sum(payloads, scales, codec, alphas[0])
     if codec.scale == "adaptive":
-        z = total * jnp.clip(alphas[1] / alphas[0], _MIN_SCALE, _BEFORE_ROTATION)
+        z = total * jnp.clip(alphas[1] / alphas[0], MIN_SCALE, BEFORE_ROTATION)
         payload = _cast(z, codec)
         seen = _observe(z, z, payload, codec, 1.0, total) if observe else None
-        return _rows(payload), None, seen
+        return _rows(payload), seen
     amax = _amax(total)
     # The sum itself may exceed f32 in the rotated domain; a non-finite value of any rank is in the total.
-    after = _block_scale(amax, scale, amax, codec)
+    after = block_scale(amax / codec.qmax, scale, amax, codec)
     # Sums that cancel exactly leave after / scale at zero; 0 * inf would be NaN.
-    z = total * (1.0 / jnp.maximum(after / scale, _MIN_SCALE))
+    z = total * (1.0 / jnp.maximum(after / scale, MIN_SCALE))
     payload = _cast(z, codec)
     seen = None
     if observe:
-        whole = total * jnp.minimum(scale * alphas[1], _OBSERVED)
+        whole = total * jnp.minimum(scale * alphas[1], OBSERVED)
         seen = _observe(whole, z, payload, codec, after * alphas[1], total)
-    return _rows(payload), _scale_bytes(after, codec), seen
+    return wire.pack(_rows(payload), _scale_bytes(after, codec)), seen
 
 
 def _blocks(x: jax.Array, codec: Codec) -> jax.Array:
@@ -127,20 +136,16 @@ def _fold(x: jax.Array, combine) -> jax.Array:
     return x
 
 
-def _norm(codec: Codec) -> float:
-    return codec.block**-0.5 if codec.hadamard else 1.0
-
-
 def _cast(z: jax.Array, codec: Codec) -> jax.Array:
     z = jnp.clip(z, -codec.qmax, codec.qmax)
     if codec.format == "int8":
         # A cast of NaN to an integer is undefined; the block's scale carries the NaN.
         z = jnp.where(jnp.isnan(z), 0.0, jnp.round(z))
-    return lax.bitcast_convert_type(z.astype(_FORMAT_DTYPE[codec.format]), jnp.uint8)
+    return lax.bitcast_convert_type(z.astype(FORMAT_DTYPE[codec.format]), jnp.uint8)
 
 
 def _values(payload: jax.Array, codec: Codec) -> jax.Array:
-    return lax.bitcast_convert_type(_blocks(payload, codec), _FORMAT_DTYPE[codec.format]).astype(jnp.float32)
+    return lax.bitcast_convert_type(_blocks(payload, codec), FORMAT_DTYPE[codec.format]).astype(jnp.float32)
 
 
 def _unscaled(q: jax.Array, scale: jax.Array, codec: Codec, dtype) -> jax.Array:
@@ -152,8 +157,8 @@ def _unrotated(q: jax.Array, codec: Codec) -> jax.Array:
         return q
     # XLA may fold the factor behind the butterfly into a scale of 2^-126, so it must not be below one; a power of
     # two ahead of it is exact.
-    ahead = 2.0 ** math.floor(math.log2(_norm(codec)))
-    return rotate(q * ahead) * (_norm(codec) / ahead)
+    ahead = 2.0 ** math.floor(math.log2(norm(codec)))
+    return rotate(q * ahead) * (norm(codec) / ahead)
 
 
 def _clamped(x: jax.Array, dtype=jnp.float32) -> jax.Array:
@@ -174,7 +179,7 @@ def _sum(payloads, scales, codec: Codec, alpha) -> tuple[jax.Array, jax.Array]:
         largest = scale[0]
         for s in scale[1:]:
             largest = jnp.maximum(largest, s)
-        unit, inverse = _power_of_two(largest)
+        unit, inverse = power_of_two(largest)
         parts = q * (scale * inverse)
     return _add(parts), unit
 
@@ -196,14 +201,14 @@ def _encode_paper(v: jax.Array, codec: Codec, alpha: jax.Array, observe: bool):
     # Clamped between product and sum here and below: a fused multiply-add would round as the program around it decides.
     mean_square = _fold(_clamped(jnp.square(sound)), jnp.add) / codec.block
     own_alpha = jnp.clip(_PAPER_TAU / jnp.sqrt(mean_square + _PAPER_EPS), *_PAPER_ALPHAS)
-    z = rotate(_clamped(sound * own_alpha)) * _norm(codec)
+    z = rotate(_clamped(sound * own_alpha)) * norm(codec)
     scale = _amax(z) / codec.qmax
-    scale = jnp.where(scale < _MIN_SCALE, 0.0, scale)
+    scale = jnp.where(scale < MIN_SCALE, 0.0, scale)
     codes = jnp.where(scale > 0, z / jnp.where(scale > 0, scale, 1.0), 0.0)
     payload = _cast(codes, codec)
     seen = _observe(v * alpha, codes, payload, codec, scale / own_alpha * alpha, v) if observe else None
     factors = jnp.concatenate([scale[..., 0], own_alpha[..., 0]], axis=-1)
-    return _rows(payload), _rows(lax.bitcast_convert_type(factors, jnp.uint8)), seen
+    return wire.pack(_rows(payload), _rows(lax.bitcast_convert_type(factors, jnp.uint8))), seen
 
 
 def _decode_paper(payload: jax.Array, scales: jax.Array | None, codec: Codec) -> jax.Array:
@@ -214,30 +219,6 @@ def _decode_paper(payload: jax.Array, scales: jax.Array | None, codec: Codec) ->
     # Where nothing was received (an open permutation) both factors are zero.
     own_alpha = jnp.where(own_alpha > 0, own_alpha, 1.0)
     return _clamped(_unrotated(_values(payload, codec), codec) * scale[..., None] / own_alpha[..., None])
-
-
-def _power_of_two(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return 2^e and 2^-e, e = floor(log2(amax)) kept where both are normal, by their bits."""
-    exponent = lax.bitcast_convert_type(amax, jnp.int32) >> 23
-    exponent = jnp.clip(exponent, 1, 253)
-    return (
-        lax.bitcast_convert_type(exponent << 23, jnp.float32),
-        lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32),
-    )
-
-
-def _block_scale(amax: jax.Array, unit: jax.Array, witness: jax.Array, codec: Codec) -> jax.Array:
-    """Return the scale (f32, exact in the wire's type) that brings amax * unit to the format's maximum.
-
-    The factor below one absorbs the rounding of the division, so that an exact quotient is not rounded up a step;
-    what it lets over the maximum is clamped. NaN where the witness is not finite.
-    """
-    scale = jnp.clip(amax / codec.qmax * unit * (1.0 - 2.0**-20), _MIN_SCALE, _MAX_SCALE)
-    kept = 0xFFFF0000 if codec.scale_dtype == "bf16" else 0xFF800000
-    bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    scale = lax.bitcast_convert_type((bits + (0xFFFFFFFF - kept)) & jnp.uint32(kept), jnp.float32)
-    limit = _MAX_SCALE if codec.scale_dtype == "bf16" else 2.0**127
-    return jnp.where(jnp.isfinite(witness), jnp.minimum(scale, limit), jnp.nan)
 
 
 def _scale_bytes(scale: jax.Array, codec: Codec) -> jax.Array:
@@ -262,13 +243,13 @@ def _scale(scales: jax.Array | None, codec: Codec, alpha: jax.Array) -> jax.Arra
 
 def _observe(z, encoded, payload, codec: Codec, unit, source) -> jax.Array:
     """Return (sum of squares, 0, saturated, non-finite, sum of squared error) in units of z; count is static."""
-    limit = codec.qmax if codec.scale == "adaptive" else _OBSERVED
+    limit = codec.qmax if codec.scale == "adaptive" else OBSERVED
     valid = jnp.isfinite(z)
-    magnitude = jnp.clip(jnp.abs(z), jnp.where(source != 0, _UNDERFLOW, 0.0), limit)
+    magnitude = jnp.clip(jnp.abs(z), jnp.where(source != 0, UNDERFLOW, 0.0), limit)
     squares = jnp.sum(jnp.where(valid, jnp.square(magnitude), 0.0))
-    saturated = jnp.sum(jnp.abs(encoded) > codec.qmax * 1.0001, dtype=jnp.float32)
-    q = lax.bitcast_convert_type(payload, _FORMAT_DTYPE[codec.format]).astype(jnp.float32)
-    error = (jnp.clip(encoded, -_OBSERVED, _OBSERVED) - q) * jnp.minimum(unit, _OBSERVED)
+    saturated = jnp.sum(jnp.abs(encoded) > codec.qmax * SATURATED, dtype=jnp.float32)
+    q = lax.bitcast_convert_type(payload, FORMAT_DTYPE[codec.format]).astype(jnp.float32)
+    error = (jnp.clip(encoded, -OBSERVED, OBSERVED) - q) * jnp.minimum(unit, OBSERVED)
     noise = jnp.sum(jnp.where(jnp.isfinite(error), jnp.square(error), 0.0))
     nonfinite = jnp.sum(~jnp.isfinite(source), dtype=jnp.float32)
     return jnp.stack([squares, jnp.zeros_like(squares), saturated, nonfinite, noise])

@@ -1,0 +1,73 @@
+"""Compile every kernel of some codecs for one GPU: `python -m gpu_aot.kernels GPU CODEC...`, names of `CODECS`.
+
+Each kernel is a program of its own called `CODEC-OPERATION`, which is how the PTX that XLA dumps is told apart. In a
+process of its own, because a failure in LLVM or ptxas ends the process.
+"""
+
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gpu_aot import target
+from taco_jax.config import Codec
+from taco_jax.pallas import triton
+
+ROWS, COLUMNS, RANKS = 8, 1 << 20, 8
+"""A message as the all-reduce sends it: a row for each rank, and scales that leave the next row aligned."""
+
+CODECS = {
+    "taco": Codec("e4m3", 128, "block", "adaptive"),
+    "taco_block": Codec("e4m3", 128, "block"),
+    "fp8": Codec("e4m3", 128),
+    "int8": Codec("int8", 128, "block"),
+    "e4m3_adaptive": Codec("e4m3", 128, None, "adaptive"),
+    "e4m3_e8m0": Codec("e4m3", 128, "block", scale_dtype="e8m0"),
+    "e4m3_32": Codec("e4m3", 32, "block"),
+    "e4m3_512": Codec("e4m3", 512, "block"),
+    "taco_512": Codec("e4m3", 512, "block", "adaptive"),
+    "e5m2_adaptive": Codec("e5m2", 128, "block", "adaptive"),
+    "e5m2_block": Codec("e5m2", 128, "block"),
+    "e5m2_e8m0": Codec("e5m2", 128, "block", scale_dtype="e8m0"),
+    "int8_plain": Codec("int8", 128),
+    "int8_32": Codec("int8", 32, "block"),
+    "int8_512": Codec("int8", 512, "block"),
+}
+PRESETS = ("taco", "taco_block", "fp8", "int8")
+
+
+def operations(codec: Codec) -> dict:
+    """Return {operation: (function, descriptions of its arguments)}; bf16 values, 8 ranks, with the observation."""
+    message = ROWS, COLUMNS + COLUMNS // codec.block * codec.scale_bytes
+    x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16)
+    one, all_ranks = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in (message, (RANKS, message[1])))
+    alpha, alphas = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (2,)))
+    return {
+        "encode": (lambda x, a: triton.encode(x, codec, a, observe=True), (x, alpha)),
+        "reduce": (lambda m, a: triton.reduce(m, codec, a, observe=True), (all_ranks, alphas)),
+        "decode": (lambda m, a: triton.decode(m, codec, a, jnp.bfloat16), (one, alpha)),
+        "decode_sum": (lambda m, a: triton.decode_sum(m, codec, a, jnp.bfloat16), (all_ranks, alpha)),
+    }
+
+
+def compile_kernel(name: str, gpu: str, function, arguments) -> None:
+    """Compile one program for one GPU."""
+    mesh = target.mesh(gpu, {"one": 1})
+    everywhere = NamedSharding(mesh, P())
+    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in arguments]
+
+    def program(*values):
+        return function(*values)
+
+    program.__name__ = name
+    jax.jit(jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P())).lower(*arguments).compile()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+    for codec_name in sys.argv[2:]:
+        for operation, (function, arguments) in operations(CODECS[codec_name]).items():
+            compile_kernel(f"{codec_name}__{operation}", sys.argv[1], function, arguments)
