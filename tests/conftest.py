@@ -30,13 +30,9 @@ def program_log(caplog, monkeypatch):
     return caplog
 
 
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """Let the runs of this file, also those in other processes, share what they compile."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
+@contextlib.contextmanager
+def _compiled_into(folder):
+    settings = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
@@ -47,8 +43,21 @@ def compiled_once(tmp_path_factory):
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Folder of what runs of the trainer have compiled."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(compiled_once, tmp_path_factory):
+def compiled_once(compiled):
+    """Let the runs of this file, also those in other processes, share what they compile with those of other files."""
+    with _compiled_into(compiled) as settings:
+        yield settings
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(compiled, tmp_path_factory):
     """A run of six steps, recorded in every way; its log is in the folder too."""
     from trainer import TINY
 
@@ -56,9 +65,22 @@ def uninterrupted(compiled_once, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("uninterrupted")
     recording = ("--set=log.tensorboard=true", "--set=log.replica_hash_every=2", "--profile=2:4", "--peak-flops=1e10")
-    with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
+    with _compiled_into(compiled), (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
         assert train.main([*TINY, *recording, f"--out={folder}"]) == 0
     return folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give the tests of a file to one process, which makes its fixtures once, and the files that share runs to one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "trainer" if file.endswith(("test_faults.py", "test_train_cli.py")) else file
+
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -61,26 +61,32 @@ def test_a_run_killed_in_the_middle_of_saving_resumes(uninterrupted, compiled_on
     assert steps == sorted(set(steps)) and steps[-2:] == [5, 6]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
-def test_a_signal_saves_and_the_run_goes_on(number, uninterrupted, tmp_path, capsys, monkeypatch):  # P6
+def test_whatever_stops_a_run_saves_and_it_goes_on(uninterrupted, tmp_path, capsys, monkeypatch):  # P6
     batch = TrainingData.__getitem__
-
-    def stop_at_the_fourth(self, step):
-        if step == 3:
-            signal.raise_signal(number)
-        return batch(self, step)
-
     argv = [*TINY, "--set=checkpoint.every=100", f"--out={tmp_path}"]
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingData, "__getitem__", stop_at_the_fourth)
-        assert train.main(argv) == 128 + number
-    assert f"stopped by signal {number:d}, state saved" in capsys.readouterr().out
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
-    assert train.main(argv) == 0
-    assert "resumed from step 4" in capsys.readouterr().out
+    for done, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), start=2):
+
+        def stop_in_the_step(self, step, done=done, number=number):
+            if step == done - 1:
+                signal.raise_signal(number)
+            return batch(self, step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingData, "__getitem__", stop_in_the_step)
+            assert train.main(argv) == 128 + number
+        out = capsys.readouterr().out
+        assert f"stopped by signal {number:d}, state saved" in out
+        assert done == 2 or f"resumed from step {done - 1}" in out
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == done
+    assert train.main([*argv, "--exit-after=0.001"]) == 75
+    assert "the time of --exit-after is up, state saved" in capsys.readouterr().out
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
+    assert train.main([*argv, "--exit-after=60"]) == 0
+    assert "resumed from step 5" in capsys.readouterr().out
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_two_processes_end_at_the_same_step_when_one_is_told_to(uninterrupted, compiled_once, tmp_path):  # P6, T5
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -143,15 +149,6 @@ def test_a_second_signal_quits_at_once(number):  # P6
     done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL, str(int(number))], capture_output=True, text=True)
     assert done.returncode == -number
     assert done.stdout == f"exit code {128 + number}\n"
-
-
-def test_exit_after_saves_and_the_run_goes_on(uninterrupted, tmp_path, capsys):
-    argv = [*TINY, "--set=checkpoint.every=100", f"--out={tmp_path}"]
-    assert train.main([*argv, "--exit-after=0.001"]) == 75
-    assert "the time of --exit-after is up, state saved" in capsys.readouterr().out
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
-    assert train.main([*argv, "--exit-after=60"]) == 0
-    assert_same_run(tmp_path, uninterrupted)
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(uninterrupted, compiled_once, tmp_path):  # K4
