@@ -23,6 +23,7 @@ def encode(
     alpha: Float[Array, ""],
     *,
     observe: bool = False,
+    channels: int = 1,
     implementation: str | None = None,
 ) -> tuple[UInt8[Array, "*rows m"], Float[Array, "5"] | None]:
     """Encode values into one message.
@@ -32,12 +33,15 @@ def encode(
         codec: format of the message.
         alpha: f32[], power of two; scales the values of an adaptive codec and the unit of the observation.
         observe: whether to return f32[5] (sum of squares, 0, saturated, non-finite, squared error) of alpha x.
+        channels: distance of a block's neighbours in a row; above 1 for `layout="tokens"`, where a row holds one token
+            of so many values after another and C is a multiple of block * channels.
         implementation: see `pallas.registry.resolve`.
 
     Returns:
         message u8[..., M] and the observation or None.
     """
-    return registry.resolve(implementation, codec, x.dtype).encode(x, codec, alpha, observe=observe)
+    module = registry.resolve(implementation, codec, x.dtype)
+    return module.encode(x, codec, alpha, observe=observe, channels=channels)
 
 
 def decode(
@@ -46,10 +50,13 @@ def decode(
     alpha: Float[Array, ""],
     dtype: DTypeLike,
     *,
+    channels: int = 1,
+    residual: Float[Array, "*rows c"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows c"]:
-    """Decode u8[..., M] to values [..., C] of `dtype`."""
-    return registry.resolve(implementation, codec, dtype).decode(message, codec, alpha, dtype)
+    """Decode u8[..., M] to values [..., C] of `dtype`; a residual [..., C] is added in f32, before the one rounding."""
+    module = registry.resolve(implementation, codec, dtype)
+    return module.decode(message, codec, alpha, dtype, channels=channels, residual=residual)
 
 
 def decode_sum(
@@ -58,10 +65,12 @@ def decode_sum(
     alpha: Float[Array, ""],
     dtype: DTypeLike,
     *,
+    channels: int = 1,
     implementation: str | None = None,
 ) -> Float[Array, "*rows c"]:
     """Decode u8[n, ..., M] and add over the first axis in rank order, in f32; values [..., C] of `dtype`."""
-    return registry.resolve(implementation, codec, dtype).decode_sum(messages, codec, alpha, dtype)
+    module = registry.resolve(implementation, codec, dtype)
+    return module.decode_sum(messages, codec, alpha, dtype, channels=channels)
 
 
 def reduce(
@@ -92,20 +101,21 @@ def reduce(
 def round_trip(
     x: Float[Array, "*shape"], codec: Codec, alpha: float | jax.Array | None = None
 ) -> Float[Array, "*shape"]:
-    """Return decode(encode(x)), of the shape and dtype of `x`; blocks run over the flattened values.
+    """Return decode(encode(x)), of the shape and dtype of `x`; blocks run as `codec.layout` says.
 
     Args:
         x: any shape, floating point.
         codec: format of the message.
         alpha: scale of an adaptive codec; None takes the power of two that `taco_jax.scales` would settle on for `x`.
     """
-    columns = wire.padded_columns(x.size, 1, codec)
+    channels = codec.channels(x.shape)
+    columns = wire.padded_columns(x.size, 1, codec, channels)
     flat = jnp.pad(x.reshape(-1), (0, columns - x.size))
     if alpha is None:
         alpha = alpha_for(x) if codec.scale == "adaptive" else NEUTRAL
     alpha = jnp.asarray(alpha, jnp.float32)
-    message, _ = encode(flat, codec, alpha)
-    return decode(message, codec, alpha, x.dtype)[: x.size].reshape(x.shape)
+    message, _ = encode(flat, codec, alpha, channels=channels)
+    return decode(message, codec, alpha, x.dtype, channels=channels)[: x.size].reshape(x.shape)
 
 
 def snr_db(x: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Float[Array, ""]:

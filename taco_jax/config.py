@@ -31,7 +31,10 @@ class Codec:
             computes and sends two f32 factors per block as published (arXiv 2604.24088), e4m3 with Hadamard only.
         scale_dtype: type of a scale of `scale="block"` on the wire, `"bf16"` (rounded up) or `"e8m0"` (float formats
             only).
-        layout: `"hidden"`: blocks run along the last axis.
+        layout: `"hidden"`: blocks run along the last axis, over the values of a token. `"tokens"`: a block holds the
+            values that as many consecutive tokens have in one channel (the last axis is the channel, all others number
+            the tokens), for tensors whose channels differ more than their tokens. Tokens are padded to whole blocks
+            for each rank.
 
     Raises:
         ValueError: for a combination that has no meaning, naming the values that do.
@@ -42,7 +45,7 @@ class Codec:
     hadamard: Literal["block"] | None = None
     scale: Literal["block", "adaptive", "paper"] = "block"
     scale_dtype: Literal["bf16", "e8m0"] = "bf16"
-    layout: Literal["hidden"] = "hidden"
+    layout: Literal["hidden", "tokens"] = "hidden"
 
     def __post_init__(self) -> None:
         _one_of("format", self.format, tuple(QMAX))
@@ -50,11 +53,13 @@ class Codec:
         _one_of("hadamard", self.hadamard, (None, "block"))
         _one_of("scale", self.scale, ("block", "adaptive", "paper"))
         _one_of("scale_dtype", self.scale_dtype, ("bf16", "e8m0"))
-        _one_of("layout", self.layout, ("hidden",))
+        _one_of("layout", self.layout, ("hidden", "tokens"))
         if self.format == "int8" and self.scale == "adaptive":
             raise ValueError('int8 needs scale="block": one scale per tensor leaves 17 to 35 dB; use the preset "int8"')
         if self.format == "int8" and self.scale_dtype == "e8m0":
             raise ValueError('int8 needs scale_dtype="bf16": a power-of-two scale wastes up to one of its seven bits')
+        if self.layout == "tokens" and self.scale == "paper":
+            raise ValueError('layout="tokens" needs scale="adaptive" or "block"; "paper" is as published')
         if self.scale == "paper" and (self.format, self.hadamard, self.scale_dtype) != ("e4m3", "block", "bf16"):
             raise ValueError(
                 'scale="paper" is the published codec, format="e4m3", hadamard="block", its factors in f32 (leave '
@@ -65,6 +70,10 @@ class Codec:
     def qmax(self) -> float:
         """Largest finite magnitude of the format."""
         return QMAX[self.format]
+
+    def channels(self, shape: tuple[int, ...]) -> int:
+        """Return the distance of a block's neighbours in a flattened tensor of this shape: 1, or the channels."""
+        return shape[-1] if self.layout == "tokens" and len(shape) > 1 else 1
 
     @property
     def scale_bytes(self) -> int:

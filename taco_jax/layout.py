@@ -15,11 +15,12 @@ class Layout:
 
     With `split_dim` None all axes are flattened: rows are [parts, C]. Otherwise that axis alone is split and no axes
     are merged, rows are [parts, *shape with shape[split_dim] / parts, the last axis padded to whole blocks].
+    A row of one token after another is cut between groups of `block` tokens: `unit` is the values of such a group.
     """
 
     shape: tuple[int, ...]
     parts: int
-    block: int
+    unit: int
     split_dim: int | None = None
 
     @property
@@ -36,9 +37,9 @@ class Layout:
 
     @property
     def columns(self) -> int:
-        """Length of a row's last axis, a multiple of the block."""
+        """Length of a row's last axis, a multiple of the unit."""
         size = math.ceil(math.prod(self.shape) / self.parts) if self.split_dim is None else self.part_shape[-1]
-        return math.ceil(size / self.block) * self.block
+        return math.ceil(size / self.unit) * self.unit
 
     def cut(self, x: jax.Array) -> jax.Array:
         """Return the rows [parts, ..., columns] of `x`."""
@@ -60,20 +61,36 @@ class Layout:
         return jax.lax.slice_in_dim(x, 0, self.shape[d], axis=d)
 
     def pieces(self, chunks: int) -> tuple[slice, ...]:
-        """Return at most `chunks` slices of whole blocks that cover a row's last axis."""
-        blocks = self.columns // self.block
-        count = max(1, min(chunks, blocks))
-        edges = [blocks * i // count * self.block for i in range(count + 1)]
+        """Return at most `chunks` slices of whole units that cover a row's last axis."""
+        units = self.columns // self.unit
+        count = max(1, min(chunks, units))
+        edges = [units * i // count * self.unit for i in range(count + 1)]
         return tuple(slice(a, b) for a, b in zip(edges, edges[1:], strict=False))
 
 
-def layout_for(shape: tuple[int, ...], parts: int, codec: Codec, split_dim: int | None = None) -> Layout:
-    """Return the layout of a message of this codec; `split_dim` may count from the end."""
+def layout_for(
+    shape: tuple[int, ...], parts: int, codec: Codec, split_dim: int | None = None, channels: int = 1
+) -> Layout:
+    """Return the layout of a message of this codec; `split_dim` may count from the end.
+
+    Raises:
+        ValueError: for a `split_dim` that does not exist, and for so few tokens that the padding of `layout="tokens"`
+            would send more than it saves.
+    """
     if split_dim is not None:
         if not -len(shape) <= split_dim < len(shape):
             raise ValueError(f"split_dim={split_dim} is out of range for shape {shape}")
         split_dim %= len(shape)
-    return Layout(tuple(shape), parts, codec.block, split_dim)
+    if channels > 1 and split_dim not in (None, 0):
+        raise ValueError('layout="tokens" flattens the tokens: leave split_dim out')
+    found = Layout(tuple(shape), parts, codec.block * channels, split_dim)
+    if channels > 1 and parts * found.columns >= 2 * math.prod(shape):
+        tokens = math.prod(shape) // channels
+        raise ValueError(
+            f'layout="tokens": {tokens} tokens for {parts} ranks are padded to {parts * found.columns // channels}, '
+            f'whole blocks of {codec.block} each, which saves nothing; use a smaller block or layout="hidden"'
+        )
+    return found
 
 
 def _pad_to(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -52,6 +52,11 @@ class Operation:
         """How the local tensor is cut into rows of whole blocks."""
         raise NotImplementedError
 
+    @property
+    def channels(self) -> int:
+        """Distance of a block's neighbours in a row."""
+        return self._options[0].channels(self.shape)
+
     def send(self, x: jax.Array, state: jax.Array, observe: bool) -> tuple[Payload, jax.Array]:
         """Return the payload this rank ends up with, and the observation; `state` is f32[2, 5] (hop, slot)."""
         if self.codec is None:
@@ -64,11 +69,16 @@ class Operation:
         seen = [_total(hop, count) for hop, count in zip((first, second), counts, strict=True)]
         return payload, jnp.stack([compat.vary(hop, compat.varying_axes(x)) for hop in seen])
 
-    def receive(self, payload: Payload, state: jax.Array) -> jax.Array:
-        """Return the decoded result."""
+    def receive(self, payload: Payload, state: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """Return the decoded result, plus a residual of its shape and type (offered by `AllReduce`)."""
         if self.codec is None:
-            return payload[0]
-        return self._join(jnp.concatenate([self._decode(p, state) for p in payload], axis=-1))
+            return payload[0] if residual is None else payload[0] + residual
+        more: list[jax.Array | None] = [None] * len(payload)
+        if residual is not None:
+            rows = self._rows(residual)
+            more = [rows[..., piece] for piece in self.layout.pieces(self.chunks)]
+        decoded = [self._decode(p, state, r) for p, r in zip(payload, more, strict=True)]
+        return self._join(jnp.concatenate(decoded, axis=-1))
 
     def run(self, x: jax.Array, state: jax.Array, observe: bool) -> tuple[jax.Array, jax.Array]:
         """Return result and observation at once, where nothing is kept."""
@@ -99,12 +109,14 @@ class Operation:
     def _send(self, rows: jax.Array, state: jax.Array, observe: bool):
         """Return (payload, observation of hop 1, of hop 2) of one chunk."""
         codec, options = self._options
-        message, seen = codecs.encode(rows, codec, state[0, ALPHA], observe=observe, **options)
+        message, seen = codecs.encode(rows, codec, state[0, ALPHA], observe=observe, channels=self.channels, **options)
         return self._exchange(message), seen, None
 
-    def _decode(self, message: jax.Array, state: jax.Array) -> jax.Array:
+    def _decode(self, message: jax.Array, state: jax.Array, residual: jax.Array | None) -> jax.Array:
         codec, options = self._options
-        return codecs.decode(message, codec, state[0, ALPHA], self.dtype, **options)
+        return codecs.decode(
+            message, codec, state[0, ALPHA], self.dtype, channels=self.channels, residual=residual, **options
+        )
 
     def _changed(self, kind: type, **changes) -> Any:
         return kind(**{**vars(self), **changes})
@@ -116,7 +128,7 @@ class AllReduce(Operation):
     @property
     def layout(self) -> Layout:
         """One row per rank."""
-        return layout_for(self.shape, self.ranks, self._options[0], self.split_dim)
+        return layout_for(self.shape, self.ranks, self._options[0], self.split_dim, self.channels)
 
     def _exact(self, x):
         return lax.psum(x, self.axes)
@@ -126,13 +138,13 @@ class AllReduce(Operation):
 
     def _send(self, rows, state, observe):
         codec, options = self._options
-        message, seen = codecs.encode(rows, codec, state[0, ALPHA], observe=observe, **options)
+        message, seen = codecs.encode(rows, codec, state[0, ALPHA], observe=observe, channels=self.channels, **options)
         message = lax.all_to_all(message, self.axes, 0, 0, tiled=True)
         message, seen_sum = codecs.reduce(message, codec, state[:, ALPHA], rows.dtype, observe=observe, **options)
         return lax.all_gather(message, self.axes, to="invarying"), seen, seen_sum
 
-    def _decode(self, message, state):
-        return super()._decode(message, state[1:])
+    def _decode(self, message, state, residual):
+        return super()._decode(message, state[1:], residual)
 
     def _join(self, rows):
         return self.layout.join(rows)
@@ -144,7 +156,13 @@ class _PerRank(Operation):
     @property
     def layout(self) -> Layout:
         """One row per rank."""
-        return layout_for((self.ranks, math.prod(self.shape) // self.ranks), self.ranks, self._options[0], 0)
+        flat = self.ranks, math.prod(self.shape) // self.ranks
+        return layout_for(flat, self.ranks, self._options[0], 0, self.channels)
+
+    @property
+    def channels(self) -> int:
+        """Distance of a block's neighbours in a part."""
+        return self._options[0].channels(self.part)
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -164,9 +182,9 @@ class ReduceScatter(_PerRank):
     def _exact(self, x):
         return lax.psum_scatter(x, self.axes, scatter_dimension=self.axis, tiled=self.tiled)
 
-    def _decode(self, message, state):
+    def _decode(self, message, state, residual):
         codec, options = self._options
-        return codecs.decode_sum(message, codec, state[0, ALPHA], self.dtype, **options)
+        return codecs.decode_sum(message, codec, state[0, ALPHA], self.dtype, channels=self.channels, **options)
 
     def _join(self, rows):
         result = rows.reshape(-1)[: math.prod(self.part)].reshape(self.part)
@@ -209,7 +227,7 @@ class _Whole(Operation):
     @property
     def layout(self) -> Layout:
         """One row."""
-        return layout_for(self.shape, 1, self._options[0])
+        return layout_for(self.shape, 1, self._options[0], channels=self.channels)
 
     def _rows(self, x):
         return self.layout.cut(x)[0]

@@ -31,9 +31,13 @@ def unpack(message: jax.Array, codec: Codec) -> tuple[jax.Array, jax.Array | Non
     return message[..., :columns], message[..., columns:]
 
 
-def padded_columns(size: int, axis_size: int, codec: Codec) -> int:
-    """Return the values each of `axis_size` ranks owns when `size` values are cut into whole blocks."""
-    return math.ceil(size / (axis_size * codec.block)) * codec.block
+def padded_columns(size: int, axis_size: int, codec: Codec, channels: int = 1) -> int:
+    """Return the values each of `axis_size` ranks owns when `size` values are cut into whole blocks.
+
+    With several channels blocks run across them, so that a rank owns whole blocks of all.
+    """
+    unit = codec.block * channels
+    return math.ceil(size / (axis_size * unit)) * unit
 
 
 def wire_bytes(shape: tuple[int, ...], codec: Codec, axis_size: int, op: str = "psum") -> int:
@@ -43,7 +47,8 @@ def wire_bytes(shape: tuple[int, ...], codec: Codec, axis_size: int, op: str = "
     all_gather (n-1) times the whole local message, ppermute the whole local message.
 
     Args:
-        shape: shape of the operand per shard.
+        shape: shape of the operand per shard; where it is split, `layout="tokens"` counts a split of another axis than
+            the last.
         codec: format of the message.
         axis_size: number of ranks n in the group.
         op: `psum`, `pvary` (its backward psum), `psum_scatter`, `all_gather`, `all_to_all` or `ppermute`.
@@ -54,8 +59,9 @@ def wire_bytes(shape: tuple[int, ...], codec: Codec, axis_size: int, op: str = "
     size = math.prod(shape)
     if axis_size == 1 or size == 0:
         return 0
-    part = message_size(padded_columns(size, axis_size, codec), codec)
-    whole = message_size(padded_columns(size, 1, codec), codec)
+    channels = codec.channels(shape)
+    part = message_size(padded_columns(size, axis_size, codec, channels), codec)
+    whole = message_size(padded_columns(size, 1, codec, channels), codec)
     table = {
         "psum": 2 * (axis_size - 1) * part,
         "pvary": 2 * (axis_size - 1) * part,

@@ -16,7 +16,7 @@ from taco_jax.config import PRESETS, QMAX, Codec, Compression, as_compression
         ({"hadamard": "tensor"}, "hadamard must be one of"),
         ({"scale": "tensor"}, "scale must be one of 'block', 'adaptive', 'paper', got 'tensor'"),
         ({"scale_dtype": "f32"}, "scale_dtype must be one of 'bf16', 'e8m0', got 'f32'"),
-        ({"layout": "rows"}, "layout must be one of 'hidden', got 'rows'"),
+        ({"layout": "rows"}, "layout must be one of 'hidden', 'tokens', got 'rows'"),
         ({"format": "int8", "scale": "adaptive"}, 'int8 needs scale="block"'),
         ({"format": "int8", "scale_dtype": "e8m0"}, 'int8 needs scale_dtype="bf16"'),
         ({"scale": "paper"}, 'format="e4m3", hadamard="block", its factors in f32'),

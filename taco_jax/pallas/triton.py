@@ -53,56 +53,72 @@ def device_unsupported_reason(codec: Codec, compute_capability: str) -> str | No
     return None
 
 
-def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, interpret: bool = False):
+def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, channels: int = 1, interpret: bool = False):
     """Rotate, scale, clamp and cast: reads x once and writes one byte a value.
 
     Args and Returns as for `xla.encode`, and:
         interpret: run the kernel's operations one by one on any device.
     """
     result = (*x.shape[:-1], wire.message_size(x.shape[-1], codec)), jnp.uint8
-    return _call(encode_kernel, "encode", codec, x, alpha, *result, observe=observe, interpret=interpret)
+    call = functools.partial(_call, observe=observe, channels=channels, interpret=interpret)
+    return call(encode_kernel, "encode", codec, [x], alpha, *result)
 
 
-def decode(message: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, interpret: bool = False):
-    """Un-rotate, unscale and cast: reads one byte a value and writes the value once. As `xla.decode`."""
-    return _decode(message[None], codec, alpha, dtype, summed=False, interpret=interpret)
+def decode(
+    message: jax.Array,
+    codec: Codec,
+    alpha: jax.Array,
+    dtype: DTypeLike,
+    *,
+    channels: int = 1,
+    residual: jax.Array | None = None,
+    interpret: bool = False,
+):
+    """Un-rotate, unscale, add the residual and cast: reads one byte a value, writes the value once. As `xla.decode`."""
+    operands = [message[None]] if residual is None else [message[None], residual]
+    return _decode(operands, codec, alpha, dtype, summed=False, channels=channels, interpret=interpret)
 
 
-def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, interpret: bool = False):
+def decode_sum(
+    messages: jax.Array, codec: Codec, alpha: jax.Array, dtype: DTypeLike, *, channels: int = 1, interpret: bool = False
+):
     """Decode u8[n, ..., M] and add the n values in rank order in f32. As `xla.decode_sum`."""
-    return _decode(messages, codec, alpha, dtype, summed=True, interpret=interpret)
+    return _decode([messages], codec, alpha, dtype, summed=True, channels=channels, interpret=interpret)
 
 
 def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: bool, interpret: bool = False):
     """Add n messages in the rotated domain and encode the sum: reads n bytes and writes one. As `xla.reduce`."""
     result = messages.shape[1:], jnp.uint8
-    return _call(reduce_kernel, "reduce", codec, messages, alphas, *result, observe=observe, interpret=interpret)
+    return _call(reduce_kernel, "reduce", codec, [messages], alphas, *result, observe=observe, interpret=interpret)
 
 
-def _decode(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, summed: bool, interpret: bool):
+def _decode(operands: list[jax.Array], codec: Codec, alpha: jax.Array, dtype, *, summed: bool, **options):
     kernel = functools.partial(decode_kernel, summed=summed)
-    result = (*messages.shape[1:-1], wire.message_columns(messages.shape[-1], codec)), dtype
-    return _call(kernel, "decode", codec, messages, alpha, *result, observe=False, interpret=interpret)[0]
+    shape = operands[0].shape
+    result = (*shape[1:-1], wire.message_columns(shape[-1], codec)), dtype
+    return _call(kernel, "decode", codec, operands, alpha, *result, observe=False, **options)[0]
 
 
 def _call(
     kernel,
     name: str,
     codec: Codec,
-    operand: jax.Array,
+    operands: list[jax.Array],
     alphas: jax.Array,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     *,
     observe: bool,
     interpret: bool,
+    channels: int = 1,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run a kernel on tiles of whole blocks of flat arrays; returns its result and the observation."""
+    operand, *residual = operands
     columns = operand.shape[-1] if name == "encode" else wire.message_columns(operand.shape[-1], codec)
     rows = math.prod(shape[:-1])
-    tiling = Tiling(codec, rows * columns // codec.block, columns // codec.block)
+    tiling = Tiling(codec, rows * columns // codec.block, columns // codec.block, channels)
     flat = operand.reshape(-1) if name == "encode" else operand.reshape(operand.shape[0], -1)
-    flat, alphas = compat.vary_alike(flat, jnp.ravel(alphas))
+    flat, alphas, *residual = compat.vary_alike(flat, jnp.ravel(alphas), *(r.reshape(-1) for r in residual))
     if flat.size >= _MAX_SIZE:
         raise NotImplementedError(f"{flat.size} values or bytes at once: kernels count to 2^31; use more chunks")
     out_specs, out_shape = [pl.BlockSpec()], [compat.shape_like((math.prod(shape),), dtype, flat)]
@@ -116,10 +132,10 @@ def _call(
             functools.partial(kernel, tiling=tiling),
             name=f"taco_{name}",
             grid=(tiling.programs,),
-            in_specs=[pl.BlockSpec(), pl.BlockSpec()],
+            in_specs=[pl.BlockSpec()] * (2 + len(residual)),
             out_specs=out_specs,
             out_shape=out_shape,
             compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
             interpret=interpret,
-        )(flat, alphas)
+        )(flat, alphas, *residual)
     return result.reshape(shape), jnp.sum(seen[0], axis=0) if observe else None

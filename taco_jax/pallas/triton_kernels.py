@@ -33,11 +33,15 @@ _MIN_WIDTH = 32
 
 @dataclass(frozen=True)
 class Tiling:
-    """How `blocks` blocks, `per_row` in each row of messages, are dealt out to programs."""
+    """How `blocks` blocks, `per_row` in each row of messages, are dealt out to programs.
+
+    Neighbours in a block stand `channels` values apart in the values, side by side in the messages.
+    """
 
     codec: Codec
     blocks: int
     per_row: int
+    channels: int = 1
 
     @property
     def rows(self) -> int:
@@ -68,18 +72,23 @@ class _Tile:
         index = pl.program_id(0) * tiling.rows + lax.iota(jnp.int32, tiling.rows)
         self.mask = index < tiling.blocks if tiling.blocks % tiling.rows else None
         row = lax.div(index, jnp.int32(tiling.per_row)) if tiling.per_row < tiling.blocks else 0
-        self.values = index * self.codec.block
-        self.payload = self.values + row * (tiling.per_row * self.codec.scale_bytes)
+        first = index * self.codec.block
+        self.values = first
+        if tiling.channels > 1:
+            # Quotient and remainder, of which Triton knows what they are of neighbours: its accesses stay wide.
+            channels = jnp.int32(tiling.channels)
+            self.values = lax.div(index, channels) * (tiling.channels * self.codec.block) + lax.rem(index, channels)
+        self.payload = first + row * (tiling.per_row * self.codec.scale_bytes)
         self.scales = (row + 1) * (tiling.per_row * self.codec.block) + index * self.codec.scale_bytes
 
     def load_values(self, ref, columns: slice) -> jax.Array:
-        return self._load(ref, self._offsets(self.values, columns)).astype(jnp.float32)
+        return self._load(ref, self._offsets(self.values, columns, self.tiling.channels)).astype(jnp.float32)
 
     def load_payload(self, ref, rank: int, columns: slice) -> jax.Array:
         return _decoded(self._load(ref, self._offsets(self.payload, columns), rank), self.codec)
 
     def store_values(self, ref, columns: slice, values: jax.Array) -> None:
-        self._store(ref, self._offsets(self.values, columns), values)
+        self._store(ref, self._offsets(self.values, columns, self.tiling.channels), values)
 
     def store_payload(self, ref, columns: slice, codes: jax.Array) -> None:
         self._store(ref, self._offsets(self.payload, columns), codes)
@@ -102,9 +111,9 @@ class _Tile:
         for byte in range(2):
             self._store(ref, self.scales + byte, ((bits >> (16 + 8 * byte)) & 255).astype(jnp.uint8))
 
-    def _offsets(self, start: jax.Array, columns: slice) -> jax.Array:
+    def _offsets(self, start: jax.Array, columns: slice, distance: int = 1) -> jax.Array:
         column = lax.broadcasted_iota(jnp.int32, (self.tiling.rows, self.tiling.width), 1)
-        return start[:, None] + (column + columns.start)
+        return start[:, None] + (column + columns.start) * distance
 
     def _load(self, ref, offsets: jax.Array, rank: int | None = None) -> jax.Array:
         place = ref.at[offsets] if rank is None else ref.at[rank, offsets]
@@ -201,8 +210,12 @@ def reduce_kernel(messages_ref, alpha_ref, message_ref, seen_ref=None, *, tiling
         seen.write(seen_ref)
 
 
-def decode_kernel(messages_ref, alpha_ref, x_ref, *, tiling: Tiling, summed: bool):
-    """Add the ranks' codes, un-rotate, unscale and cast: as `xla.decode_sum`, or `xla.decode` of one message."""
+def decode_kernel(messages_ref, alpha_ref, *refs, tiling: Tiling, summed: bool):
+    """Add the ranks' codes, un-rotate, unscale and cast: as `xla.decode_sum`, or `xla.decode` of one message.
+
+    Refs are the residual, if there is one, and the result.
+    """
+    *residual_ref, x_ref = refs
     tile, codec = _Tile(tiling), tiling.codec
     if codec.scale == "adaptive":
         factors, scale = None, _power_of_two(-_exponent(alpha_ref[0]))
@@ -217,7 +230,10 @@ def decode_kernel(messages_ref, alpha_ref, x_ref, *, tiling: Tiling, summed: boo
     limit = float(jnp.finfo(x_ref.dtype).max)
     for columns, t in zip(tiling.columns, _whole(_rotate(pieces, codec), codec), strict=True):
         value = t * (arithmetic.norm(codec) / ahead) * scale
-        tile.store_values(x_ref, columns, _clamp(value, limit, value == value).astype(x_ref.dtype))
+        value = _clamp(value, limit, value == value)
+        for ref in residual_ref:
+            value = value + tile.load_values(ref, columns)
+        tile.store_values(x_ref, columns, value.astype(x_ref.dtype))
 
 
 def _rank_factors(tile: _Tile, ref) -> tuple[list[jax.Array], jax.Array, jax.Array]:

@@ -36,13 +36,20 @@ def unsupported_reason(codec: Codec, dtype: jnp.dtype) -> str | None:
     return None
 
 
-def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
+def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, channels: int = 1):
     """Rotate, scale, clamp and cast.
+
+    Args:
+        x: f32/bf16/f16[..., C].
+        codec: format of the message.
+        alpha: f32[].
+        observe: whether to return the observation.
+        channels: distance of a block's neighbours in a row (`codec.encode`); the message has block after block.
 
     Returns:
         message u8[..., M], and the observation f32[5] of z = alpha x (None without `observe`).
     """
-    v = _blocks(x.astype(jnp.float32), codec)
+    v = _blocks(_gathered(x, codec, channels).astype(jnp.float32), codec)
     if codec.scale == "paper":
         return _encode_paper(v, codec, alpha, observe)
     if codec.scale == "adaptive":
@@ -62,21 +69,28 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool):
     return wire.pack(_rows(payload), _scale_bytes(scale, codec)), seen
 
 
-def decode(message: jax.Array, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
-    """Un-rotate, then unscale; finite messages give finite values of `dtype`."""
+def decode(
+    message: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, channels: int = 1, residual: jax.Array | None = None
+) -> jax.Array:
+    """Un-rotate, then unscale; finite messages give finite values of `dtype`. A residual [..., C] is added in f32."""
     payload, scales = wire.unpack(message, codec)
     if codec.scale == "paper":
-        return _rows(_clamped(_decode_paper(payload, scales, codec), dtype))
-    return _rows(_unscaled(_values(payload, codec), _scale(scales, codec, alpha), codec, dtype))
+        x = _decode_paper(payload, scales, codec)
+    else:
+        x = _unrotated(_values(payload, codec), codec) * _scale(scales, codec, alpha)
+    x = _scattered(_rows(_clamped(x, dtype)), codec, channels)
+    return (x if residual is None else x + residual.astype(jnp.float32)).astype(dtype)
 
 
-def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype) -> jax.Array:
+def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, channels: int = 1) -> jax.Array:
     """Decode u8[n, ..., M] and add the n values in rank order in f32; result [..., C] of `dtype`."""
     payloads, scales = wire.unpack(messages, codec)
     if codec.scale == "paper":
-        return _rows(_clamped(_add(_decode_paper(payloads, scales, codec)), dtype))
-    total, scale = _sum(payloads, scales, codec, alpha)
-    return _rows(_unscaled(total, scale, codec, dtype))
+        x = _add(_decode_paper(payloads, scales, codec))
+    else:
+        total, scale = _sum(payloads, scales, codec, alpha)
+        x = _unrotated(total, codec) * scale
+    return _scattered(_rows(_clamped(x, dtype).astype(dtype)), codec, channels)
 
 
 def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: bool):
@@ -119,6 +133,23 @@ def _blocks(x: jax.Array, codec: Codec) -> jax.Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // codec.block, codec.block)
 
 
+def _gathered(x: jax.Array, codec: Codec, channels: int) -> jax.Array:
+    """Return [..., C] with the values of a block side by side that stand `channels` apart."""
+    return _exchanged(x, codec.block, channels)
+
+
+def _scattered(x: jax.Array, codec: Codec, channels: int) -> jax.Array:
+    """Undo `_gathered`."""
+    return _exchanged(x, channels, codec.block)
+
+
+def _exchanged(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    if rows == 1 or columns == 1:
+        return x
+    tiles = x.reshape(*x.shape[:-1], x.shape[-1] // (rows * columns), rows, columns)
+    return jnp.swapaxes(tiles, -1, -2).reshape(x.shape)
+
+
 def _rows(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
@@ -148,10 +179,6 @@ def _values(payload: jax.Array, codec: Codec) -> jax.Array:
     return lax.bitcast_convert_type(_blocks(payload, codec), FORMAT_DTYPE[codec.format]).astype(jnp.float32)
 
 
-def _unscaled(q: jax.Array, scale: jax.Array, codec: Codec, dtype) -> jax.Array:
-    return _clamped(_unrotated(q, codec) * scale, dtype)
-
-
 def _unrotated(q: jax.Array, codec: Codec) -> jax.Array:
     if not codec.hadamard:
         return q
@@ -162,8 +189,9 @@ def _unrotated(q: jax.Array, codec: Codec) -> jax.Array:
 
 
 def _clamped(x: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """Clip f32 to the range of `dtype`."""
     limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -limit, limit).astype(dtype)
+    return jnp.clip(x, -limit, limit)
 
 
 def _sum(payloads, scales, codec: Codec, alpha) -> tuple[jax.Array, jax.Array]:
