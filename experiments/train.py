@@ -30,6 +30,8 @@ import jax
 from experiments import communication, step
 from experiments.checkpoint import CheckpointError, Checkpoints, Position, check_same_run
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
+from experiments.compiler_options import describe as describe_options
+from experiments.compiler_options import gpu_options
 from experiments.config import ConfigError, TrainConfig, profiled_steps, validate
 from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches, with_vocabulary
 from experiments.flops import throughput_of
@@ -337,6 +339,9 @@ def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.shard
         rate = config.optimizer.learning_rate * config.optimizer.final_fraction
         _log.info("the learning rate stays at %.2e after step %d (optimizer.decay_steps)", rate, decay)
     device = mesh.devices.flat[0]
+    options = gpu_options(device.platform, os.environ.get("XLA_FLAGS", ""))
+    if options:
+        _log.info("the step is compiled with %s (XLA_FLAGS of the same names win)", describe_options(options))
     environment = {
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")},
@@ -345,6 +350,8 @@ def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.shard
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
         "mesh": config.mesh,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "compiler_options": options,
         "command": command,
     }
     _write(folder / "environment.json", json.dumps(environment, indent=2) + "\n")
