@@ -238,7 +238,7 @@ def test_collectives_forward_and_backward(collective, preset, implementation):
 
 
 @pytest.mark.parametrize(("capability", "codec", "name"), [
-    ("8.0", TACO, "xla"), ("8.0", INT8, "triton"), ("7.5", INT8, "xla"), ("9.0", TACO_BLOCK, "triton"),
+    ("8.0", TACO, "triton_sm80"), ("8.0", INT8, "triton"), ("7.5", INT8, "xla"), ("9.0", TACO_BLOCK, "triton"),
 ])  # fmt: skip
 def test_older_gpus_get_the_plain_implementation_with_one_warning(capability, codec, name, caplog):
     registry._first_supported.cache_clear()

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from taco_jax import compat
 from taco_jax.config import Codec
 
-IMPLEMENTATIONS = ("triton", "xla")
+IMPLEMENTATIONS = ("triton", "triton_sm80", "xla")
 """In order of preference."""
-BY_NAME_ONLY = ("triton_interpret",)
+BY_NAME_ONLY = ("triton_interpret", "triton_sm80_interpret")
 """For tests, never chosen."""
 
 _log = logging.getLogger("taco_jax")
@@ -63,6 +63,7 @@ def _device() -> tuple[str, str]:
 def _first_supported(
     codec: Codec, dtype: jnp.dtype, platform: str, capability: str, automatic_axes: tuple[str, ...]
 ) -> str:
+    refused = []
     for name in IMPLEMENTATIONS:
         if name == "xla":
             break
@@ -72,6 +73,8 @@ def _first_supported(
         reason = module.device_unsupported_reason(codec, capability) or module.unsupported_reason(codec, dtype)
         if reason is None:
             break
-        _log.warning("taco_jax: %s is not used: %s", name, reason)
+        refused.append(f"{name} is not used: {reason}")
+    if name == "xla" and refused:
+        _log.warning("taco_jax: %s", "; ".join(refused))
     _log.info("taco_jax: %s %s on %s runs on implementation %s", codec.format, codec.scale, platform, name)
     return name
