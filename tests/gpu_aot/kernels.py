@@ -4,6 +4,7 @@ Each kernel is a program of its own called `CODEC__OPERATION`, which is how the 
 process of its own, because a failure in LLVM or ptxas ends the process.
 """
 
+import functools
 import sys
 import warnings
 
@@ -35,10 +36,13 @@ CODECS = {
     "int8_plain": Codec("int8", 128),
     "int8_32": Codec("int8", 32, "block"),
     "int8_512": Codec("int8", 512, "block"),
+    "taco_tokens": Codec("e4m3", 128, "block", "adaptive", layout="tokens"),
+    "int8_tokens": Codec("int8", 128, "block", layout="tokens"),
 }
+CHANNELS = 4096
 PRESETS = ("taco", "taco_block", "fp8", "int8")
 CAPABILITIES = {"h200": "9.0", "h100": "9.0", "b200": "10.0", "a100": "8.0"}
-OPERATIONS = ("encode", "reduce", "decode", "decode_sum")
+OPERATIONS = ("encode", "reduce", "decode", "decode_residual", "decode_sum")
 
 
 def casts_with_integers(codec: Codec, gpu: str) -> bool:
@@ -53,11 +57,17 @@ def operations(codec: Codec, gpu: str) -> dict:
     x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16)
     one, all_ranks = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in (message, (RANKS, message[1])))
     alpha, alphas = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (2,)))
+    channels = codec.channels((ROWS, CHANNELS))
+    decode, decode_sum = (
+        functools.partial(f, codec=codec, dtype=jnp.bfloat16, channels=channels)
+        for f in (implementation.decode, implementation.decode_sum)
+    )
     return {
-        "encode": (lambda x, a: implementation.encode(x, codec, a, observe=True), (x, alpha)),
+        "encode": (lambda x, a: implementation.encode(x, codec, a, observe=True, channels=channels), (x, alpha)),
         "reduce": (lambda m, a: implementation.reduce(m, codec, a, observe=True), (all_ranks, alphas)),
-        "decode": (lambda m, a: implementation.decode(m, codec, a, jnp.bfloat16), (one, alpha)),
-        "decode_sum": (lambda m, a: implementation.decode_sum(m, codec, a, jnp.bfloat16), (all_ranks, alpha)),
+        "decode": (lambda m, a: decode(m, alpha=a), (one, alpha)),
+        "decode_residual": (lambda m, a, r: decode(m, alpha=a, residual=r), (one, alpha, x)),
+        "decode_sum": (lambda m, a: decode_sum(m, alpha=a), (all_ranks, alpha)),
     }
 
 
