@@ -62,7 +62,7 @@ def compile_all(gpu: str, folder: Path) -> dict[tuple[str, str], Compiled]:
         "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-m", "gpu_aot.kernels", gpu, *SERVED[gpu]]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} failed: {run.stderr[-4000:]}")
     names = [(codec, operation) for codec in SERVED[gpu] for operation in kernels.OPERATIONS]
