@@ -31,8 +31,8 @@ _SHARE_OR_COND = re.compile(r"share\.(\d+)\.(\d+)|(?<=/)(cond)(?=/|$)")
 
 
 @dataclass(frozen=True)
-class _Instruction:
-    """One line; `rest` is what follows the opening parenthesis: operands, then attributes."""
+class Instruction:
+    """One line of HLO; `rest` is what follows the opening parenthesis: operands, then attributes."""
 
     name: str
     type: str
@@ -41,6 +41,7 @@ class _Instruction:
 
     @property
     def op_name(self) -> str:
+        """Path of named scopes and transformations that led to it."""
         match = _OP_NAME.search(self.rest)
         return match.group(1) if match else ""
 
@@ -84,7 +85,7 @@ class _Program:
 
     def __init__(self, text: str, mesh_axes: Mapping[str, int]):
         self.mesh_axes = mesh_axes
-        self.entry, self.computations = _parse(text)
+        self.entry, self.computations = parse_module(text)
         self._reaches: dict[str, bool] = {}
 
     def collectives(self) -> list[Collective]:
@@ -98,7 +99,7 @@ class _Program:
             )
         return self._reaches[name]
 
-    def _callees(self, instruction: _Instruction) -> list[tuple[str, str]]:
+    def _callees(self, instruction: Instruction) -> list[tuple[str, str]]:
         # `-update` and `-done` repeat the computation that `-start` runs.
         if instruction.opcode.endswith(("-done", "-update")):
             return []
@@ -113,12 +114,12 @@ class _Program:
             for kind, callee in self._callees(instruction):
                 if not self._communicates(callee):
                     continue
-                inside = count * _trip_count(instruction, kind) if instruction.opcode == "while" else count
+                inside = count * trip_count(instruction, kind) if instruction.opcode == "while" else count
                 branch = (instruction.op_name,) if instruction.opcode == "conditional" else ()
                 yield from self._visit(callee, inside, conditionals + branch)
 
     def _messages(
-        self, instruction: _Instruction, types: dict[str, str], count: Fraction, conditionals: tuple[str, ...]
+        self, instruction: Instruction, types: dict[str, str], count: Fraction, conditionals: tuple[str, ...]
     ) -> Iterator[Collective]:
         op = instruction.communication
         assert op
@@ -132,12 +133,17 @@ class _Program:
         size = math.prod(self.mesh_axes[a] for a in axes) if op == "collective-permute" else len(groups[0])
         count = count * _branch_share((*conditionals, instruction.op_name))
         for op_name, operands in _messages_of(instruction.op_name, _operands(instruction, types)):
-            yield Collective(op, axis, size, operands, count, op_name, groups)
+            yield Collective(op, axis, size, operands, count, op_name, groups, instruction=instruction.name)
 
 
-def _parse(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
+def parse_module(text: str) -> tuple[str, dict[str, list[Instruction]]]:
+    """Return the name of the entry computation, and the instructions of every computation in the order of the text.
+
+    Raises:
+        ValueError: if there is no entry computation.
+    """
     entry, body = "", None
-    computations: dict[str, list[_Instruction]] = {}
+    computations: dict[str, list[Instruction]] = {}
     for line in text.splitlines():
         if line.startswith("}"):
             body = None
@@ -147,13 +153,13 @@ def _parse(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
                 entry = header.group(2) if header.group(1) else entry
         elif match := _INSTRUCTION.match(line):
             name, type_, opcode, rest = match.groups()
-            body.append(_Instruction(name, type_, opcode, rest))
+            body.append(Instruction(name, type_, opcode, rest))
     if not entry:
         raise ValueError("this is not the text of a compiled program: it has no ENTRY computation")
     return entry, computations
 
 
-def _operands(instruction: _Instruction, types: dict[str, str]) -> tuple[tuple[str, int], ...]:
+def _operands(instruction: Instruction, types: dict[str, str]) -> tuple[tuple[str, int], ...]:
     depth, end = 1, 0
     while depth:
         depth += {"(": 1, ")": -1}.get(instruction.rest[end], 0)
@@ -178,7 +184,12 @@ def _messages_of(op_name: str, operands: tuple[tuple[str, int], ...]) -> list[tu
     return [(op_name, operands)]
 
 
-def _trip_count(loop: _Instruction, kind: str) -> int:
+def trip_count(loop: Instruction, kind: str) -> int:
+    """Return how often a loop that contains a collective runs its computation `kind`, `body` or `condition`.
+
+    Raises:
+        ValueError: if XLA does not know.
+    """
     match = _TRIP_COUNT.search(loop.rest)
     if not match:
         raise ValueError(
@@ -212,7 +223,7 @@ def _shares(path: str) -> list[Fraction]:
     return shares
 
 
-def _groups(instruction: _Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
+def _groups(instruction: Instruction, devices: int) -> tuple[tuple[int, ...], ...]:
     attributes = instruction.rest
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     explicit = pairs or re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes)

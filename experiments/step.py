@@ -7,6 +7,7 @@ global arrays behind it in the same jit.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import optimizer
+from experiments.compiler_options import gpu_options
 from experiments.config import TrainConfig, validate
 from experiments.sites import first_true, nonfinite_origin, site_metrics
 from taco_jax import Compression, SitePair, all_gather, init_scales, psum, save_payloads, split_scales, update_scales
@@ -142,7 +144,15 @@ class Program:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step."""
-        return self._traced.lower().compile()
+        return self.compile(gpu_options(self.mesh.devices.flat[0].platform, os.environ.get("XLA_FLAGS", "")))
+
+    def compile(self, options: Mapping[str, bool | int]) -> jax.stages.Compiled:
+        """Return the step compiled with options of XLA's; {} leaves them all to XLA and its flags."""
+        return self._lowered.compile(compiler_options=dict(options) or None)
+
+    @functools.cached_property
+    def _lowered(self) -> jax.stages.Lowered:
+        return self._traced.lower()
 
     @property
     def jaxpr(self) -> Any:

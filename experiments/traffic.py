@@ -6,7 +6,7 @@ comes from the library whose traffic is measured.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 # Bits of an element by its HLO name; the 8-bit floats are found by their prefix.
@@ -28,6 +28,7 @@ class Collective:
         op_name: path of named scopes and transformations that led to it.
         groups: device positions in mesh order; (source, target) pairs for a permute; empty in a plan.
         uncompressed_bytes: bytes in bf16 of the tensor whose uint8 message this is, per execution; None if unknown.
+        instruction: name in the HLO text, shared by messages that XLA combined; empty in a plan.
     """
 
     op: str
@@ -38,6 +39,7 @@ class Collective:
     op_name: str
     groups: tuple[tuple[int, ...], ...] = ()
     uncompressed_bytes: Fraction | None = None
+    instruction: str = field(default="", compare=False)
 
     @property
     def site(self) -> str:

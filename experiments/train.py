@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 
-from experiments import communication, step
+from experiments import communication, compiler_options, step
 from experiments.checkpoint import CheckpointError, Checkpoints, Position, check_same_run
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
 from experiments.config import ConfigError, TrainConfig, profiled_steps, validate
@@ -337,6 +337,9 @@ def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.shard
         rate = config.optimizer.learning_rate * config.optimizer.final_fraction
         _log.info("the learning rate stays at %.2e after step %d (optimizer.decay_steps)", rate, decay)
     device = mesh.devices.flat[0]
+    options = compiler_options.gpu_options(device.platform, os.environ.get("XLA_FLAGS", ""))
+    if options:
+        _log.info("the step is compiled with %s (XLA_FLAGS of the same names win)", compiler_options.describe(options))
     environment = {
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")},
@@ -345,6 +348,8 @@ def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.shard
         "device_count": jax.device_count(),
         "process_count": jax.process_count(),
         "mesh": config.mesh,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "compiler_options": options,
         "command": command,
     }
     _write(folder / "environment.json", json.dumps(environment, indent=2) + "\n")
