@@ -1,0 +1,314 @@
+"""The codec of the preset `taco` as three Pallas kernels (Mosaic GPU) for NVIDIA Hopper, capability 9.x.
+
+Each kernel walks tiles of rows: TMA brings the tiles of the next steps into shared memory while one is worked on and
+takes the results away; a few hundred programs share the tiles. Encode reads 2 bytes a value and writes 1, reduce reads n
+and writes 1, decode reads 1 and writes 2; the observation leaves encode and reduce as a few sums per program.
+
+The rotation is a matrix product with the Hadamard matrix in bf16 on the tensor cores (wgmma), accumulated in f32.
+- Exact: alpha x (a power of two times a bf16; below 2^-126 it is rounded, far below e4m3's smallest step), the entries of
+  H, their products, and decoded e4m3 values in bf16 (4 significant bits). Hence integers whose sums fit the accumulator
+  give the bytes of `xla`.
+- Rounded: the additions in the accumulator, whose order is the hardware's, then as in `xla`: B^-1/2 in f32, one cast.
+  The result may differ from the butterfly's by the rounding of f32 sums: one code step in at most 1e-4 of the codes.
+- Codes are decoded through bf16, because wgmma adds products of e4m3 operands in fewer bits than f32.
+Reduce does not rotate: its bytes are those of `xla`.
+
+Blackwell has no wgmma. XLA cannot partition the kernels: under a `shard_map` that leaves axes automatic, use `xla`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from taco_jax import compat
+from taco_jax.config import Codec
+from taco_jax.hadamard import matrix
+from taco_jax.pallas.xla import _BEFORE_ROTATION, _MIN_SCALE, _OBSERVED, _UNDERFLOW
+
+try:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError:  # CPU-only builds of older JAX carry no Mosaic GPU
+    plgpu = None
+
+_MIN_JAX = (0, 11, 1)
+_BLOCK = 128
+_ROWS = 64  # of a wgmma
+_STAGES = 2
+_PROGRAMS = 2 * 132  # two fit an SM of an H200 by their shared memory
+_REDUCE_BYTES = 32 * 1024  # of one stage of all ranks' tiles
+_MAX_RANKS = 256  # of a TMA box
+_SUMS = 5
+
+
+def unsupported_reason(codec: Codec, dtype: DTypeLike) -> str | None:
+    """Return why these kernels cannot serve the codec, or None."""
+    if plgpu is None or jax.__version_info__ < _MIN_JAX:
+        return f"it needs JAX {'.'.join(map(str, _MIN_JAX))}, this is {jax.__version__}"
+    if (codec.format, codec.scale) != ("e4m3", "adaptive"):
+        return f'it serves e4m3 with scale="adaptive", not {codec.format} with {codec.scale!r}'
+    if (codec.hadamard, codec.block) != ("block", _BLOCK):
+        return f'it serves hadamard="block" with blocks of {_BLOCK}, not {codec.hadamard!r} with {codec.block}'
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"its matrix product is exact for bf16 only, not for {jnp.dtype(dtype).name}"
+    if axes := compat.automatic_axes():
+        return f"XLA would gather the mesh axes that it partitions itself, {axes}, around every kernel"
+    return None
+
+
+def device_unsupported_reason(compute_capability: str) -> str | None:
+    """Return why a GPU cannot run these kernels, or None; `compute_capability` as JAX spells it, e.g. "9.0"."""
+    try:
+        capability = float(compute_capability)
+    except ValueError:
+        return f"it is for NVIDIA GPUs, not {compute_capability or 'this device'}"
+    if not 9.0 <= capability < 10.0:
+        return f"wgmma exists on compute capability 9.x only, the device has {compute_capability}"
+    return None
+
+
+def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, interpret=None):
+    """Multiply by alpha, rotate, clamp and cast: reads x once and writes one byte a value.
+
+    Args and Returns as for `xla.encode`, and:
+        interpret: parameters of Pallas' GPU interpret mode, which runs on a CPU.
+    """
+    kernel = functools.partial(_encode_kernel, codec=codec)
+    values = x.reshape(-1, codec.block)
+    outputs = _call(kernel, "taco_encode", values, alpha, jnp.uint8, _ROWS, observe, interpret)
+    return outputs[0].reshape(x.shape), None, _total(outputs)
+
+
+def decode(payload: jax.Array, scales: None, codec: Codec, alpha: jax.Array, dtype, *, interpret=None):
+    """Un-rotate, divide by alpha and cast: reads one byte a value and writes the value once. As `xla.decode`."""
+    return decode_sum(payload[None], scales, codec, alpha, dtype, interpret=interpret)
+
+
+def decode_sum(payloads: jax.Array, scales: None, codec: Codec, alpha: jax.Array, dtype, *, interpret=None):
+    """Un-rotate u8[n, ..., C] and add the n values in the accumulator, in rank order. Else as `xla.decode_sum`."""
+    assert scales is None
+    parts = payloads.reshape(payloads.shape[0], -1, codec.block)
+    kernel = functools.partial(_decode_kernel, codec=codec)
+    outputs = _call(kernel, "taco_decode", parts, alpha, dtype, _ROWS, False, interpret)
+    return outputs[0].reshape(payloads.shape[1:])
+
+
+def reduce(payloads: jax.Array, scales: None, codec: Codec, alphas: jax.Array, *, observe: bool, interpret=None):
+    """Add n payloads in the rotated domain and cast the sum: reads n bytes and writes one. As `xla.reduce`."""
+    assert scales is None
+    parts = payloads.reshape(payloads.shape[0], -1, codec.block)
+    kernel = functools.partial(_reduce_kernel, codec=codec)
+    rows = max(4, min(16, _REDUCE_BYTES // (parts.shape[0] * codec.block)))
+    rows = 1 << (rows.bit_length() - 1)
+    outputs = _call(kernel, "taco_reduce", parts, alphas, jnp.uint8, rows, observe, interpret)
+    return outputs[0].reshape(payloads.shape[1:]), None, _total(outputs)
+
+
+def _call(kernel, name: str, values, alphas, dtype, rows: int, observe: bool, interpret) -> list[jax.Array]:
+    """Run a kernel on tiles of `rows` blocks; values are [(n,) R, block], the result is [R, block]."""
+    h = jnp.asarray(matrix(_BLOCK), jnp.bfloat16)
+    values, alphas, h = compat.vary_alike(values, jnp.ravel(alphas), h)
+    *ranks, blocks, _ = values.shape
+    tiles = pl.cdiv(blocks, rows)
+    programs = min(tiles, _PROGRAMS)
+    steps = pl.cdiv(tiles, programs)
+    tile = (rows, _BLOCK)
+    rotates = name != "taco_reduce"
+    stages = min(_STAGES, steps)
+    scratch = {
+        "in_s": plgpu.SMEM((stages, *ranks, *tile), values.dtype, transforms=_tiling(values.dtype, rotates)),
+        "out_s": plgpu.SMEM((stages, *tile), dtype, transforms=_tiling(dtype, rotates)),
+        "loaded": plgpu.Barrier(num_barriers=stages),
+    }
+    if rotates:
+        scratch["h_s"] = plgpu.SMEM((_BLOCK, _BLOCK), jnp.bfloat16, transforms=_tiling(jnp.bfloat16, True))
+        scratch["z_s"] = plgpu.SMEM(tile, jnp.bfloat16, transforms=_tiling(jnp.bfloat16, True))
+        scratch["h_loaded"] = plgpu.Barrier()
+    out_type = [compat.shape_like((blocks, _BLOCK), dtype, values)]
+    if observe:
+        out_type.append(compat.shape_like((programs, _SUMS), jnp.float32, values))
+
+    def body(values_g, alphas_g, h_g, out_g, *rest, **scratch):
+        seen_g = rest[0] if observe else None
+        walk = functools.partial(_walk, values_g, out_g, rows=rows, programs=programs, steps=steps)
+        kernel(walk, alphas_g, h_g, seen_g, **scratch)
+
+    body.__name__ = name
+    run = plgpu.kernel(
+        body,
+        out_type=tuple(out_type),
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(),
+        interpret=interpret,
+    )
+    return run(values, alphas, h)
+
+
+def _tiling(dtype: DTypeLike, tiled: bool) -> tuple:
+    if not tiled:
+        return ()
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+
+
+def _walk(values_g, out_g, work, carry, in_s, out_s, loaded, *, rows: int, programs: int, steps: int):
+    """Work on every `programs`-th tile; the copies of `stages` tiles are in flight while one is worked on.
+
+    TMA reads zeros behind the last row and drops what is written there.
+    """
+    program = lax.axis_index("program")
+    stages = out_s.shape[0]
+
+    def tile(ref, step):
+        place = pl.ds((program + step * programs) * rows, rows)
+        return ref.at[:, place] if len(ref.shape) == 3 else ref.at[place]
+
+    def fetch(step, slot):
+        plgpu.copy_gmem_to_smem(tile(values_g, step), in_s.at[slot], loaded.at[slot])
+
+    for step in range(stages):
+        fetch(step, step)
+
+    def body(step, carry):
+        slot = lax.rem(step, jnp.int32(stages))
+        plgpu.barrier_wait(loaded.at[slot])
+        result, carry = work(in_s.at[slot], carry)
+        plgpu.wait_smem_to_gmem(stages - 1, wait_read_only=True)
+        out_s[slot] = result
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_s.at[slot], tile(out_g, step))
+
+        @pl.when(step + stages < steps)
+        def _():
+            fetch(step + stages, slot)
+
+        return carry
+
+    carry = lax.fori_loop(0, steps, body, carry)
+    plgpu.wait_smem_to_gmem(0)
+    return carry
+
+
+def _encode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Codec, **buffers):
+    plgpu.copy_gmem_to_smem(h_g, h_s, h_loaded)
+    alpha = alpha_g[0]
+    plgpu.barrier_wait(h_loaded)
+
+    def work(x_s, seen):
+        source = plgpu.load(x_s, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        z = _clamp(source * alpha, _BEFORE_ROTATION, jnp.abs(source) < jnp.inf)
+        z_s[...] = z.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        z = _rotated([z_s], h_s) * codec.block**-0.5
+        if seen_g is not None:
+            seen = _add(seen, _observed(source, z, codec), 1)
+        return _bytes(z, codec), seen
+
+    seen = walk(work, _nothing((_ROWS,)) if seen_g is not None else (), **buffers)
+    _write(seen, seen_g)
+
+
+def _decode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Codec, **buffers):
+    plgpu.copy_gmem_to_smem(h_g, h_s, h_loaded)
+    unit = 1.0 / alpha_g[0]
+    dtype = buffers["out_s"].dtype
+    limit = float(jnp.finfo(dtype).max)
+    plgpu.barrier_wait(h_loaded)
+
+    def work(payload_s, carry):
+        def add(acc):
+            for rank in range(payload_s.shape[0]):
+                codes = plgpu.load(payload_s.at[rank], layout=plgpu.Layout.WGMMA)
+                plgpu.wgmma_wait(0)
+                z_s[...] = _values(codes).astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.wgmma(acc, z_s, h_s)
+            return acc[...]
+
+        t = pl.run_scoped(add, plgpu.ACC((_ROWS, _BLOCK), jnp.float32)) * codec.block**-0.5
+        return _clamp(t * unit, limit, t == t).astype(dtype), carry
+
+    walk(work, (), **buffers)
+
+
+def _reduce_kernel(walk, alphas_g, h_g, seen_g, *, codec: Codec, **buffers):
+    ratio = jnp.clip(alphas_g[1] / alphas_g[0], _MIN_SCALE, _BEFORE_ROTATION)
+
+    def work(payload_s, seen):
+        parts = (_values(payload_s[rank]) for rank in range(payload_s.shape[0]))
+        total = functools.reduce(jnp.add, parts)
+        z = total * ratio
+        if seen_g is not None:
+            seen = _add(seen, _observed(total, z, codec), None)
+        return _bytes(z, codec), seen
+
+    tile = buffers["out_s"].shape[1:]
+    seen = walk(work, _nothing(tile) if seen_g is not None else (), **buffers)
+    _write(seen, seen_g)
+
+
+def _rotated(parts: list, h_s) -> jax.Array:
+    """Return the sum of the parts in shared memory, rotated, unnormalised."""
+
+    def multiply(acc):
+        for part in parts:
+            plgpu.wgmma(acc, part, h_s)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((_ROWS, _BLOCK), jnp.float32))
+
+
+def _clamp(z: jax.Array, limit: float, keep: jax.Array) -> jax.Array:
+    """Clip to the limit, NaN where not kept: the hardware's minimum and maximum may lose a NaN."""
+    return jnp.where(keep, jnp.clip(z, -limit, limit), jnp.nan)
+
+
+def _quantised(z: jax.Array, codec: Codec) -> jax.Array:
+    return _clamp(z, codec.qmax, z == z).astype(jnp.float8_e4m3fn)
+
+
+def _bytes(z: jax.Array, codec: Codec) -> jax.Array:
+    return lax.bitcast_convert_type(_quantised(z, codec), jnp.uint8)
+
+
+def _values(codes: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def _nothing(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    return (jnp.zeros(shape, jnp.float32),) * 4
+
+
+def _observed(source: jax.Array, z: jax.Array, codec: Codec) -> tuple[jax.Array, ...]:
+    """Return squares, saturated, non-finite and squared error of each value, as `xla._observe` adds them up."""
+    floor = jnp.where(source != 0, _UNDERFLOW, 0.0)
+    magnitude = jnp.maximum(jnp.minimum(jnp.abs(z), codec.qmax), floor)
+    error = jnp.clip(z, -_OBSERVED, _OBSERVED) - _quantised(z, codec).astype(jnp.float32)
+    return (
+        jnp.where(z == z, magnitude * magnitude, 0.0),
+        jnp.where(jnp.abs(z) > codec.qmax * 1.0001, 1.0, 0.0),
+        jnp.where(jnp.abs(source) < jnp.inf, 0.0, 1.0),
+        jnp.where(z == z, error * error, 0.0),
+    )
+
+
+def _add(seen: tuple, values: tuple, axis: int | None) -> tuple:
+    return tuple(s + (v if axis is None else jnp.sum(v, axis=axis)) for s, v in zip(seen, values, strict=True))
+
+
+def _write(seen: tuple, seen_g) -> None:
+    if seen_g is None:
+        return
+    squares, saturated, nonfinite, noise = (jnp.sum(s) for s in seen)
+    program = lax.axis_index("program")
+    for slot, value in enumerate((squares, jnp.float32(0.0), saturated, nonfinite, noise)):
+        seen_g[program, slot] = value
+
+
+def _total(outputs) -> jax.Array | None:
+    """Add the programs' observations."""
+    return jnp.sum(outputs[1], axis=0) if len(outputs) > 1 else None
