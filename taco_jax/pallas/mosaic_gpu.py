@@ -17,6 +17,7 @@ Blackwell has no wgmma. XLA cannot partition the kernels: under a `shard_map` th
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,18 +92,26 @@ def decode_sum(payloads: jax.Array, scales: None, codec: Codec, alpha: jax.Array
     """Un-rotate u8[n, ..., C] and add the n values in the accumulator, in rank order. Else as `xla.decode_sum`."""
     assert scales is None
     parts = payloads.reshape(payloads.shape[0], -1, codec.block)
-    kernel = functools.partial(_decode_kernel, codec=codec)
+    kernel = functools.partial(_decode_kernel, codec=codec, ranks=parts.shape[0])
     outputs = _call(kernel, "taco_decode", parts, alpha, dtype, _ROWS, False, interpret)
     return outputs[0].reshape(payloads.shape[1:])
 
 
 def reduce(payloads: jax.Array, scales: None, codec: Codec, alphas: jax.Array, *, observe: bool, interpret=None):
-    """Add n payloads in the rotated domain and cast the sum: reads n bytes and writes one. As `xla.reduce`."""
+    """Add n payloads in the rotated domain and cast the sum: reads n bytes and writes one. As `xla.reduce`.
+
+    Raises:
+        NotImplementedError: for more payloads than one copy reads.
+    """
     assert scales is None
-    parts = payloads.reshape(payloads.shape[0], -1, codec.block)
+    ranks = payloads.shape[0]
+    if ranks > _MAX_RANKS:
+        raise NotImplementedError(f"implementation 'mosaic_gpu': it adds at most {_MAX_RANKS} messages, not {ranks}")
+    parts = payloads.reshape(ranks, -1, codec.block)
+    rows = 16
+    while rows > 2 and ranks * rows * codec.block > _REDUCE_BYTES:
+        rows //= 2
     kernel = functools.partial(_reduce_kernel, codec=codec)
-    rows = max(4, min(16, _REDUCE_BYTES // (parts.shape[0] * codec.block)))
-    rows = 1 << (rows.bit_length() - 1)
     outputs = _call(kernel, "taco_reduce", parts, alphas, jnp.uint8, rows, observe, interpret)
     return outputs[0].reshape(payloads.shape[1:]), None, _total(outputs)
 
@@ -111,36 +120,23 @@ def _call(kernel, name: str, values, alphas, dtype, rows: int, observe: bool, in
     """Run a kernel on tiles of `rows` blocks; values are [(n,) R, block], the result is [R, block]."""
     h = jnp.asarray(matrix(_BLOCK), jnp.bfloat16)
     values, alphas, h = compat.vary_alike(values, jnp.ravel(alphas), h)
-    *ranks, blocks, _ = values.shape
+    blocks = values.shape[-2]
     tiles = pl.cdiv(blocks, rows)
     programs = min(tiles, _PROGRAMS)
-    steps = pl.cdiv(tiles, programs)
-    tile = (rows, _BLOCK)
-    rotates = name != "taco_reduce"
-    stages = min(_STAGES, steps)
-    scratch = {
-        "in_s": plgpu.SMEM((stages, *ranks, *tile), values.dtype, transforms=_tiling(values.dtype, rotates)),
-        "out_s": plgpu.SMEM((stages, *tile), dtype, transforms=_tiling(dtype, rotates)),
-        "loaded": plgpu.Barrier(num_barriers=stages),
-    }
-    if rotates:
-        scratch["h_s"] = plgpu.SMEM((_BLOCK, _BLOCK), jnp.bfloat16, transforms=_tiling(jnp.bfloat16, True))
-        scratch["z_s"] = plgpu.SMEM(tile, jnp.bfloat16, transforms=_tiling(jnp.bfloat16, True))
-        scratch["h_loaded"] = plgpu.Barrier()
+    plan = _Plan(rows, programs, pl.cdiv(tiles, programs), values.shape[0] if name == "taco_decode" else 1)
     out_type = [compat.shape_like((blocks, _BLOCK), dtype, values)]
     if observe:
         out_type.append(compat.shape_like((programs, _SUMS), jnp.float32, values))
 
     def body(values_g, alphas_g, h_g, out_g, *rest, **scratch):
-        seen_g = rest[0] if observe else None
-        walk = functools.partial(_walk, values_g, out_g, rows=rows, programs=programs, steps=steps)
-        kernel(walk, alphas_g, h_g, seen_g, **scratch)
+        walk = functools.partial(_walk, plan, values_g, out_g)
+        kernel(walk, alphas_g, h_g, rest[0] if observe else None, **scratch)
 
     body.__name__ = name
     run = plgpu.kernel(
         body,
         out_type=tuple(out_type),
-        scratch_types=scratch,
+        scratch_types=_scratch(plan, values, dtype, rotates=name != "taco_reduce"),
         grid=(programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(),
@@ -149,46 +145,86 @@ def _call(kernel, name: str, values, alphas, dtype, rows: int, observe: bool, in
     return run(values, alphas, h)
 
 
-def _tiling(dtype: DTypeLike, tiled: bool) -> tuple:
-    if not tiled:
-        return ()
+class _Plan(NamedTuple):
+    """Rows of a tile, programs, tiles per program, and copies per tile."""
+
+    rows: int
+    programs: int
+    steps: int
+    parts: int
+
+
+def _scratch(plan: _Plan, values: jax.Array, dtype: DTypeLike, rotates: bool) -> dict:
+    """Return the shared memory: stages of what is read and written, and where a tile is rotated its operands."""
+    tile = (plan.rows, _BLOCK)
+    ranks = () if rotates else values.shape[:1]
+    stages = min(_STAGES if values.dtype == jnp.bfloat16 or not rotates else 2 * _STAGES, plan.steps * plan.parts)
+    arrays = {
+        "in_s": ((stages, *ranks, *tile), values.dtype),
+        "out_s": ((min(_STAGES, plan.steps), *tile), dtype),
+    }
+    barriers = {"loaded": plgpu.Barrier(num_barriers=stages)}
+    if rotates:
+        arrays |= {"h_s": ((_BLOCK, _BLOCK), jnp.bfloat16), "z_s": (tile, jnp.bfloat16)}
+        barriers["h_loaded"] = plgpu.Barrier()
+    memory = {
+        name: plgpu.SMEM(shape, kind, transforms=_swizzled(kind) if rotates else ())
+        for name, (shape, kind) in arrays.items()
+    }
+    return {**memory, **barriers}
+
+
+def _swizzled(dtype: DTypeLike) -> tuple:
+    """Return the layout that wgmma reads and that threads access without bank conflicts."""
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
-def _walk(values_g, out_g, work, carry, in_s, out_s, loaded, *, rows: int, programs: int, steps: int):
-    """Work on every `programs`-th tile; the copies of `stages` tiles are in flight while one is worked on.
+def _walk(plan: _Plan, values_g, out_g, work, carry, in_s, out_s, loaded):
+    """Work on every `programs`-th tile, with the copies of the next ones in flight.
 
-    TMA reads zeros behind the last row and drops what is written there.
+    `work(receive, release, carry)` returns the tile's result; `receive(part)` waits for a copy, `release(part)` reuses
+    its buffer, after a `commit_smem` behind the last read. TMA reads zeros behind the last row and drops writes there.
     """
     program = lax.axis_index("program")
-    stages = out_s.shape[0]
+    stages, out_stages = in_s.shape[0], out_s.shape[0]
+    copies = plan.steps * plan.parts
 
-    def tile(ref, step):
-        place = pl.ds((program + step * programs) * rows, rows)
-        return ref.at[:, place] if len(ref.shape) == 3 else ref.at[place]
+    def rows(step):
+        return pl.ds((program + step * plan.programs) * plan.rows, plan.rows)
 
-    def fetch(step, slot):
-        plgpu.copy_gmem_to_smem(tile(values_g, step), in_s.at[slot], loaded.at[slot])
+    def fetch(copy):
+        step, part = (copy, 0) if plan.parts == 1 else (lax.div(copy, plan.parts), lax.rem(copy, plan.parts))
+        if len(values_g.shape) == 2:
+            source = values_g.at[rows(step)]
+        elif len(in_s.shape) == 4:
+            source = values_g.at[:, rows(step)]
+        else:
+            source = values_g.at[part, rows(step)]
+        slot = lax.rem(copy, stages)
+        plgpu.copy_gmem_to_smem(source, in_s.at[slot], loaded.at[slot])
 
-    for step in range(stages):
-        fetch(step, step)
+    for copy in range(stages):
+        fetch(jnp.int32(copy))
 
     def body(step, carry):
-        slot = lax.rem(step, jnp.int32(stages))
-        plgpu.barrier_wait(loaded.at[slot])
-        result, carry = work(in_s.at[slot], carry)
-        plgpu.wait_smem_to_gmem(stages - 1, wait_read_only=True)
+        def receive(part=0):
+            slot = lax.rem(step * plan.parts + part, stages)
+            plgpu.barrier_wait(loaded.at[slot])
+            return in_s.at[slot]
+
+        def release(part=0):
+            copy = step * plan.parts + part + stages
+            pl.when(copy < copies)(lambda: fetch(copy))
+
+        result, carry = work(receive, release, carry)
+        slot = lax.rem(step, out_stages)
+        plgpu.wait_smem_to_gmem(out_stages - 1, wait_read_only=True)
         out_s[slot] = result
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s.at[slot], tile(out_g, step))
-
-        @pl.when(step + stages < steps)
-        def _():
-            fetch(step + stages, slot)
-
+        plgpu.copy_smem_to_gmem(out_s.at[slot], out_g.at[rows(step)])
         return carry
 
-    carry = lax.fori_loop(0, steps, body, carry)
+    carry = lax.fori_loop(0, plan.steps, body, carry)
     plgpu.wait_smem_to_gmem(0)
     return carry
 
@@ -198,38 +234,48 @@ def _encode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Cod
     alpha = alpha_g[0]
     plgpu.barrier_wait(h_loaded)
 
-    def work(x_s, seen):
-        source = plgpu.load(x_s, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    def work(receive, release, seen):
+        source = plgpu.load(receive(), layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         z = _clamp(source * alpha, _BEFORE_ROTATION, jnp.abs(source) < jnp.inf)
         z_s[...] = z.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        z = _rotated([z_s], h_s) * codec.block**-0.5
+        release()
+
+        def rotate(acc):
+            plgpu.wgmma(acc, z_s, h_s)
+            return acc[...]
+
+        z = pl.run_scoped(rotate, plgpu.ACC((_ROWS, _BLOCK), jnp.float32)) * codec.block**-0.5
         if seen_g is not None:
-            seen = _add(seen, _observed(source, z, codec), 1)
+            rows = (jnp.sum(values, axis=1) for values in _observed(source, z, codec))
+            seen = tuple(map(jnp.add, seen, rows))
         return _bytes(z, codec), seen
 
     seen = walk(work, _nothing((_ROWS,)) if seen_g is not None else (), **buffers)
     _write(seen, seen_g)
 
 
-def _decode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Codec, **buffers):
+def _decode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Codec, ranks: int, **buffers):
     plgpu.copy_gmem_to_smem(h_g, h_s, h_loaded)
     unit = 1.0 / alpha_g[0]
     dtype = buffers["out_s"].dtype
     limit = float(jnp.finfo(dtype).max)
     plgpu.barrier_wait(h_loaded)
 
-    def work(payload_s, carry):
-        def add(acc):
-            for rank in range(payload_s.shape[0]):
-                codes = plgpu.load(payload_s.at[rank], layout=plgpu.Layout.WGMMA)
+    def work(receive, release, carry):
+        def rotate(acc):
+            def add(rank, _):
+                codes = plgpu.load(receive(rank), layout=plgpu.Layout.WGMMA)
                 plgpu.wgmma_wait(0)
                 z_s[...] = _values(codes).astype(jnp.bfloat16)
                 plgpu.commit_smem()
+                release(rank)
                 plgpu.wgmma(acc, z_s, h_s)
+
+            lax.fori_loop(0, ranks, add, None)
             return acc[...]
 
-        t = pl.run_scoped(add, plgpu.ACC((_ROWS, _BLOCK), jnp.float32)) * codec.block**-0.5
+        t = pl.run_scoped(rotate, plgpu.ACC((_ROWS, _BLOCK), jnp.float32)) * codec.block**-0.5
         return _clamp(t * unit, limit, t == t).astype(dtype), carry
 
     walk(work, (), **buffers)
@@ -237,29 +283,21 @@ def _decode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Cod
 
 def _reduce_kernel(walk, alphas_g, h_g, seen_g, *, codec: Codec, **buffers):
     ratio = jnp.clip(alphas_g[1] / alphas_g[0], _MIN_SCALE, _BEFORE_ROTATION)
+    out_s = buffers["out_s"]
 
-    def work(payload_s, seen):
+    def work(receive, release, seen):
+        payload_s = receive()
         parts = (_values(payload_s[rank]) for rank in range(payload_s.shape[0]))
         total = functools.reduce(jnp.add, parts)
+        plgpu.commit_smem()
+        release()
         z = total * ratio
         if seen_g is not None:
-            seen = _add(seen, _observed(total, z, codec), None)
+            seen = tuple(map(jnp.add, seen, _observed(total, z, codec)))
         return _bytes(z, codec), seen
 
-    tile = buffers["out_s"].shape[1:]
-    seen = walk(work, _nothing(tile) if seen_g is not None else (), **buffers)
+    seen = walk(work, _nothing(out_s.shape[1:]) if seen_g is not None else (), **buffers)
     _write(seen, seen_g)
-
-
-def _rotated(parts: list, h_s) -> jax.Array:
-    """Return the sum of the parts in shared memory, rotated, unnormalised."""
-
-    def multiply(acc):
-        for part in parts:
-            plgpu.wgmma(acc, part, h_s)
-        return acc[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((_ROWS, _BLOCK), jnp.float32))
 
 
 def _clamp(z: jax.Array, limit: float, keep: jax.Array) -> jax.Array:
@@ -294,10 +332,6 @@ def _observed(source: jax.Array, z: jax.Array, codec: Codec) -> tuple[jax.Array,
         jnp.where(jnp.abs(source) < jnp.inf, 0.0, 1.0),
         jnp.where(z == z, error * error, 0.0),
     )
-
-
-def _add(seen: tuple, values: tuple, axis: int | None) -> tuple:
-    return tuple(s + (v if axis is None else jnp.sum(v, axis=axis)) for s, v in zip(seen, values, strict=True))
 
 
 def _write(seen: tuple, seen_g) -> None:

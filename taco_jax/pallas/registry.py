@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from taco_jax import compat
 from taco_jax.config import Codec
 
-IMPLEMENTATIONS = ("triton", "xla")
+IMPLEMENTATIONS = ("triton", "mosaic_gpu", "xla")
 """In order of preference."""
-BY_NAME_ONLY = ("triton_interpret",)
+BY_NAME_ONLY = ("triton_interpret", "mosaic_gpu_interpret")
 """For tests, never chosen."""
 
 _log = logging.getLogger("taco_jax")
