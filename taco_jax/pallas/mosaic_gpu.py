@@ -93,7 +93,7 @@ def decode_sum(payloads: jax.Array, scales: None, codec: Codec, alpha: jax.Array
     assert scales is None
     parts = payloads.reshape(payloads.shape[0], -1, codec.block)
     kernel = functools.partial(_decode_kernel, codec=codec, ranks=parts.shape[0])
-    outputs = _call(kernel, "taco_decode", parts, alpha, dtype, _ROWS, False, interpret)
+    outputs = _call(kernel, "taco_decode", parts, 1.0 / alpha, dtype, _ROWS, False, interpret)
     return outputs[0].reshape(payloads.shape[1:])
 
 
@@ -112,25 +112,29 @@ def reduce(payloads: jax.Array, scales: None, codec: Codec, alphas: jax.Array, *
     while rows > 2 and ranks * rows * codec.block > _REDUCE_BYTES:
         rows //= 2
     kernel = functools.partial(_reduce_kernel, codec=codec)
-    outputs = _call(kernel, "taco_reduce", parts, alphas, jnp.uint8, rows, observe, interpret)
+    ratio = jnp.clip(alphas[1] / alphas[0], _MIN_SCALE, _BEFORE_ROTATION)
+    outputs = _call(kernel, "taco_reduce", parts, ratio, jnp.uint8, rows, observe, interpret)
     return outputs[0].reshape(payloads.shape[1:]), None, _total(outputs)
 
 
-def _call(kernel, name: str, values, alphas, dtype, rows: int, observe: bool, interpret) -> list[jax.Array]:
-    """Run a kernel on tiles of `rows` blocks; values are [(n,) R, block], the result is [R, block]."""
+def _call(kernel, name: str, values, factor, dtype, rows: int, observe: bool, interpret) -> list[jax.Array]:
+    """Run a kernel on tiles of `rows` blocks; values are [(n,) R, block], the result is [R, block].
+
+    The factor comes from XLA, since a kernel's division is not exact.
+    """
     h = jnp.asarray(matrix(_BLOCK), jnp.bfloat16)
-    values, alphas, h = compat.vary_alike(values, jnp.ravel(alphas), h)
+    values, factor, h = compat.vary_alike(values, jnp.ravel(factor), h)
     blocks = values.shape[-2]
     tiles = pl.cdiv(blocks, rows)
     programs = min(tiles, _PROGRAMS)
-    plan = _Plan(rows, programs, pl.cdiv(tiles, programs), values.shape[0] if name == "taco_decode" else 1)
+    plan = _Plan(rows, programs, tiles, values.shape[0] if name == "taco_decode" else 1)
     out_type = [compat.shape_like((blocks, _BLOCK), dtype, values)]
     if observe:
         out_type.append(compat.shape_like((programs, _SUMS), jnp.float32, values))
 
-    def body(values_g, alphas_g, h_g, out_g, *rest, **scratch):
+    def body(values_g, factor_g, h_g, out_g, *rest, **scratch):
         walk = functools.partial(_walk, plan, values_g, out_g)
-        kernel(walk, alphas_g, h_g, rest[0] if observe else None, **scratch)
+        kernel(walk, factor_g, h_g, rest[0] if observe else None, **scratch)
 
     body.__name__ = name
     run = plgpu.kernel(
@@ -142,16 +146,21 @@ def _call(kernel, name: str, values, alphas, dtype, rows: int, observe: bool, in
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
     )
-    return run(values, alphas, h)
+    return run(values, factor, h)
 
 
 class _Plan(NamedTuple):
-    """Rows of a tile, programs, tiles per program, and copies per tile."""
+    """Rows of a tile, programs that take every `programs`-th tile, and copies that bring one."""
 
     rows: int
     programs: int
-    steps: int
+    tiles: int
     parts: int
+
+    @property
+    def steps(self) -> int:
+        """Tiles of the first program, which has the most."""
+        return pl.cdiv(self.tiles, self.programs)
 
 
 def _scratch(plan: _Plan, values: jax.Array, dtype: DTypeLike, rotates: bool) -> dict:
@@ -187,7 +196,8 @@ def _walk(plan: _Plan, values_g, out_g, work, carry, in_s, out_s, loaded):
     """
     program = lax.axis_index("program")
     stages, out_stages = in_s.shape[0], out_s.shape[0]
-    copies = plan.steps * plan.parts
+    steps = lax.div(plan.tiles - 1 - program, plan.programs) + 1
+    copies = steps * plan.parts
 
     def rows(step):
         return pl.ds((program + step * plan.programs) * plan.rows, plan.rows)
@@ -203,8 +213,11 @@ def _walk(plan: _Plan, values_g, out_g, work, carry, in_s, out_s, loaded):
         slot = lax.rem(copy, stages)
         plgpu.copy_gmem_to_smem(source, in_s.at[slot], loaded.at[slot])
 
+    def fetch_if_any(copy):
+        pl.when(copy < copies)(lambda: fetch(copy))
+
     for copy in range(stages):
-        fetch(jnp.int32(copy))
+        fetch_if_any(jnp.int32(copy))
 
     def body(step, carry):
         def receive(part=0):
@@ -213,8 +226,7 @@ def _walk(plan: _Plan, values_g, out_g, work, carry, in_s, out_s, loaded):
             return in_s.at[slot]
 
         def release(part=0):
-            copy = step * plan.parts + part + stages
-            pl.when(copy < copies)(lambda: fetch(copy))
+            fetch_if_any(step * plan.parts + part + stages)
 
         result, carry = work(receive, release, carry)
         slot = lax.rem(step, out_stages)
@@ -224,7 +236,7 @@ def _walk(plan: _Plan, values_g, out_g, work, carry, in_s, out_s, loaded):
         plgpu.copy_smem_to_gmem(out_s.at[slot], out_g.at[rows(step)])
         return carry
 
-    carry = lax.fori_loop(0, plan.steps, body, carry)
+    carry = lax.fori_loop(0, steps, body, carry)
     plgpu.wait_smem_to_gmem(0)
     return carry
 
@@ -255,9 +267,9 @@ def _encode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Cod
     _write(seen, seen_g)
 
 
-def _decode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Codec, ranks: int, **buffers):
+def _decode_kernel(walk, unit_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Codec, ranks: int, **buffers):
     plgpu.copy_gmem_to_smem(h_g, h_s, h_loaded)
-    unit = 1.0 / alpha_g[0]
+    unit = unit_g[0]
     dtype = buffers["out_s"].dtype
     limit = float(jnp.finfo(dtype).max)
     plgpu.barrier_wait(h_loaded)
@@ -281,8 +293,8 @@ def _decode_kernel(walk, alpha_g, h_g, seen_g, *, h_s, z_s, h_loaded, codec: Cod
     walk(work, (), **buffers)
 
 
-def _reduce_kernel(walk, alphas_g, h_g, seen_g, *, codec: Codec, **buffers):
-    ratio = jnp.clip(alphas_g[1] / alphas_g[0], _MIN_SCALE, _BEFORE_ROTATION)
+def _reduce_kernel(walk, ratio_g, h_g, seen_g, *, codec: Codec, **buffers):
+    ratio = ratio_g[0]
     out_s = buffers["out_s"]
 
     def work(receive, release, seen):
