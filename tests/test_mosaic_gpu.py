@@ -115,8 +115,7 @@ def test_reduced_bytes_are_the_same(ranks):
     messages[:, 8:] &= 0xBF
     for alphas in ((2.0, 0.25), (2.0**-100, 2.0**100), (2.0**100, 2.0**-100)):
         (plain, plain_seen), (fused, fused_seen) = (
-            reduce(messages, TACO, jnp.asarray(alphas, jnp.float32), jnp.bfloat16, implementation=name)
-            for name in BOTH
+            reduce(messages, TACO, jnp.asarray(alphas, jnp.float32), jnp.bfloat16, implementation=name) for name in BOTH
         )
         assert_within_one_step(fused, plain, share=0.0)
         np.testing.assert_allclose(fused_seen, plain_seen, rtol=2e-5, atol=1e-30)

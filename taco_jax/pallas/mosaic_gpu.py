@@ -1,15 +1,15 @@
 """The codec of the preset `taco` as three Pallas kernels (Mosaic GPU) for NVIDIA Hopper, capability 9.x.
 
-Each kernel walks tiles of rows: TMA brings the tiles of the next steps into shared memory while one is worked on and
-takes the results away; a few hundred programs share the tiles. Encode reads 2 bytes a value and writes 1, reduce reads n
-and writes 1, decode reads 1 and writes 2; the observation leaves encode and reduce as a few sums per program.
+Each kernel walks tiles of rows: TMA brings the next ones into shared memory while one is worked on and takes the
+results away; a few hundred programs share the tiles. Encode reads 2 bytes a value and writes 1, reduce reads n and
+writes 1, decode reads 1 and writes 2; the observation leaves encode and reduce as five sums per program.
 
 The rotation is a matrix product with the Hadamard matrix in bf16 on the tensor cores (wgmma), accumulated in f32.
-- Exact: alpha x (a power of two times a bf16; below 2^-126 it is rounded, far below e4m3's smallest step), the entries of
-  H, their products, and decoded e4m3 values in bf16 (4 significant bits). Hence integers whose sums fit the accumulator
-  give the bytes of `xla`.
-- Rounded: the additions in the accumulator, whose order is the hardware's, then as in `xla`: B^-1/2 in f32, one cast.
-  The result may differ from the butterfly's by the rounding of f32 sums: one code step in at most 1e-4 of the codes.
+- Exact: alpha x in bf16 (alpha is a power of two; below 2^-126 it rounds, far below e4m3's smallest step), the entries
+  of H, the products, and decoded e4m3 values in bf16 (4 significant bits). Hence integers whose sums fit the
+  accumulator give the bytes of `xla`.
+- Rounded: the additions in the accumulator, in the hardware's order; then as in `xla` B^-1/2 in f32 and one cast.
+  So at most 1e-4 of the codes differ from the butterfly's, by one step.
 - Codes are decoded through bf16, because wgmma adds products of e4m3 operands in fewer bits than f32.
 Reduce does not rotate: its bytes are those of `xla`.
 
@@ -32,8 +32,8 @@ from taco_jax.pallas.xla import _BEFORE_ROTATION, _MIN_SCALE, _OBSERVED, _UNDERF
 
 try:
     from jax.experimental.pallas import mosaic_gpu as plgpu
-except ImportError:  # CPU-only builds of older JAX carry no Mosaic GPU
-    plgpu = None
+except ImportError:  # a jaxlib without it; `unsupported_reason` says so
+    plgpu = None  # type: ignore[assignment]
 
 _MIN_JAX = (0, 11, 1)
 _BLOCK = 128
@@ -42,6 +42,7 @@ _STAGES = 2
 _PROGRAMS = 2 * 132  # two fit an SM of an H200 by their shared memory
 _REDUCE_BYTES = 32 * 1024  # of one stage of all ranks' tiles
 _MAX_RANKS = 256  # of a TMA box
+_SWIZZLE = 128  # bytes
 _SUMS = 5
 
 
@@ -185,7 +186,9 @@ def _scratch(plan: _Plan, values: jax.Array, dtype: DTypeLike, rotates: bool) ->
 
 def _swizzled(dtype: DTypeLike) -> tuple:
     """Return the layout that wgmma reads and that threads access without bank conflicts."""
-    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+    tiling = 8, _SWIZZLE // jnp.dtype(dtype).itemsize
+    # mypy takes a method without a body for an abstract one.
+    return plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(_SWIZZLE)  # type: ignore[abstract]
 
 
 def _walk(plan: _Plan, values_g, out_g, work, carry, in_s, out_s, loaded):
