@@ -19,7 +19,7 @@ from experiments.hlo import read_collectives
 
 pytestmark = [
     pytest.mark.gpu_aot,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11, 1), reason="Mosaic GPU's kernels need JAX 0.11.1"),
+    pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU's kernels need JAX 0.12"),
 ]
 
 RESOURCES = {

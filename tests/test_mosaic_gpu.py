@@ -24,7 +24,7 @@ ACCUMULATED = 2.0**-22
 HALF_A_STEP = 2.0**-8
 """Of bf16, relative."""
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11, 1), reason="Mosaic GPU's kernels need JAX 0.11.1")
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU's kernels need JAX 0.12")
 
 encode = jax.jit(functools.partial(codecs.encode, observe=True), static_argnums=1, static_argnames="implementation")
 decode = jax.jit(codecs.decode, static_argnums=(1, 3), static_argnames="implementation")
@@ -160,9 +160,9 @@ def test_more_messages_than_one_copy_reads():
                        jax.ShapeDtypeStruct((300, 2, 128), jnp.uint8), jnp.ones(2))  # fmt: skip
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11, 1), reason="this JAX has what the kernels need")
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="this JAX has what the kernels need")
 def test_older_jax_is_told():
-    with pytest.raises(NotImplementedError, match="'mosaic_gpu': it needs JAX 0.11.1, this is"):
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu': it needs JAX 0.12, this is"):
         registry.resolve("mosaic_gpu", TACO, jnp.bfloat16)
 
 

@@ -9,7 +9,7 @@ import functools
 
 from taco_jax.pallas import mosaic_gpu
 
-_Params = getattr(mosaic_gpu.plgpu, "InterpretGPUParams", None)  # JAX before 0.11 has none
+_Params = getattr(mosaic_gpu.plgpu, "InterpretGPUParams", None)  # older JAX has none
 _params = _Params(detect_races=True) if _Params else None
 
 unsupported_reason = mosaic_gpu.unsupported_reason
