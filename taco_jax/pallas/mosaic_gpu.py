@@ -9,8 +9,7 @@ The rotation is a matrix product with the Hadamard matrix in bf16 on the tensor 
   of H, the products, and decoded e4m3 values in bf16 (4 significant bits). Hence integers whose sums fit the
   accumulator give the bytes of `xla`.
 - Rounded: the additions in the accumulator, in the hardware's order; then as in `xla` B^-1/2 in f32 and one cast.
-  The tolerance is one step in at most 1e-4 of the codes against the butterfly (none of 10^6 when interpreted; an
-  accumulator that truncates to 25 bits changes none either).
+  The tolerance is one step in at most 1e-4 of the codes against the butterfly (none of 10^6 when interpreted).
 - Codes are decoded through bf16, because wgmma adds products of e4m3 operands in fewer bits than f32.
 Reduce does not rotate: its bytes are those of `xla`.
 
