@@ -1,9 +1,15 @@
-"""One suite for every implementation of the codec: `xla` against the oracle, the others bit for bit against `xla`."""
+"""One suite for every implementation of the codec: `xla` against the oracle, the others against `xla`.
+
+An implementation is tried on what it says it serves; `test_what_is_declined` counts the rest and reads the reasons.
+"""
+
+import functools
+import itertools
+import re
 
 import contract
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import oracles
 import pytest
@@ -14,60 +20,136 @@ import taco_jax
 from taco_jax import Compression
 from taco_jax import codec as codecs
 from taco_jax.config import Codec
-from taco_jax.pallas import registry
+from taco_jax.pallas import mosaic_gpu, registry
 
-OTHERS = ("triton_interpret",)
-"""Those that run on a CPU, beside the reference."""
-every_other = pytest.mark.parametrize("implementation", OTHERS)
-every = pytest.mark.parametrize("implementation", ("xla", *OTHERS))
 PLAIN_E5M2 = Codec("e5m2", 64, scale="adaptive")
 E8M0 = Codec("e5m2", 256, "block", scale_dtype="e8m0")
 CODECS = {"taco": TACO, "taco_block": TACO_BLOCK, "fp8": FP8, "int8": INT8, "e8m0": E8M0, "e5m2": PLAIN_E5M2}
 SLOWER = ("taco_block", "fp8", "e8m0")
-some_slow = [pytest.param(c, marks=[pytest.mark.slow] if name in SLOWER else [], id=name) for name, c in CODECS.items()]
-every_codec = pytest.mark.parametrize("codec", some_slow)
+ALL = ("xla", *contract.INTERPRETED)
+"""Those that run on a CPU."""
+ONE_DEVICE = {"mosaic_gpu_interpret": "its interpreter takes one device at a time (compiled for eight: gpu_aot)"}
+"""Collectives are not tried with them."""
 
 
-def test_the_cases_have_every_pair():
-    had = set().union(*(contract.pairs(vars(case)) for case in contract.CASES))
-    assert had == contract.all_pairs(contract.FACTORS)
-    assert len(contract.CASES) <= 200
+def nothing(*values):
+    """What stands for an implementation that serves none of the cases here."""
+    reason = contract.declined(values[0], TACO, "bfloat16")
+    return pytest.param(*values, marks=pytest.mark.skip(reason=f"{values[0]}: {reason}"))
 
 
-@pytest.mark.parametrize("case", contract.CASES, ids=str)
-def test_reference_equals_the_oracle(case):
-    contract.assert_oracle(case, contract.values(case, hostile=False))
+def served(implementations, codecs=CODECS, dtypes=(None,), slower=SLOWER):
+    """Parametrise over the implementations, codecs and types that are served, by default the widest type."""
+    params = []
+    for implementation in implementations:
+        before = len(params)
+        for (name, codec), dtype in itertools.product(codecs.items(), dtypes):
+            kind = dtype or contract.widest(implementation, codec)
+            if kind is None or contract.declined(implementation, codec, kind):
+                continue
+            marks = [pytest.mark.slow] if name in slower or dtype == "float16" else []
+            params.append(pytest.param(implementation, codec, kind, marks=marks, id=f"{implementation}-{name}-{kind}"))
+        if len(params) == before:
+            params.append(nothing(implementation, None, None))
+    return pytest.mark.parametrize(("implementation", "codec", "dtype"), params)
 
 
-@every_other
-@pytest.mark.parametrize("case", contract.CASES, ids=str)
-def test_same_bits(case, implementation):
+def every_case(implementations, cases=contract.cases):
+    params = []
+    for implementation in implementations:
+        found = [pytest.param(implementation, case, id=f"{implementation}-{case}") for case in cases(implementation)]
+        params += found or [nothing(implementation, None)]
+    return pytest.mark.parametrize(("implementation", "case"), params)
+
+
+def whole_product(implementation: str) -> list[contract.Case]:
+    return [c for c in contract.product() if contract.declined(implementation, c.codec, c.dtype) is None]
+
+
+@pytest.fixture(autouse=True)
+def two_programs(monkeypatch):
+    """So that small arrays take several steps of the pipeline."""
+    monkeypatch.setattr(mosaic_gpu, "_PROGRAMS", 2)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_the_cases_have_every_pair(implementation):
+    cases = contract.cases(implementation)
+    had = set().union(*(contract.pairs(vars(case)) for case in cases))
+    assert had == contract.all_pairs(contract.served_factors(implementation))
+    assert len(cases) <= 200
+    assert all(contract.declined(implementation, case.codec, case.dtype) is None for case in cases)
+
+
+SERVED = {"xla": 210, "triton_interpret": 210, "mosaic_gpu_interpret": int(jax.__version_info__ >= (0, 12))}
+"""Of the 210 valid combinations of policy, format, block, transform and type."""
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_what_is_declined(implementation):
+    """Each with the reason that the implementation gives, and no more than is known."""
+    choices = contract.product()
+    reasons = [contract.declined(implementation, case.codec, case.dtype) for case in choices]
+    assert (len(choices), reasons.count(None)) == (210, SERVED[implementation])
+    for case, reason in zip(choices, reasons, strict=True):
+        if reason:
+            with pytest.raises(NotImplementedError, match=re.escape(f"{implementation!r}: {reason}")):
+                registry.resolve(implementation, case.codec, case.dtype)
+
+
+@every_case(("xla", *contract.TENSOR_CORES))
+def test_equals_the_oracle(implementation, case):
+    contract.assert_oracle(case, contract.values(case, hostile=False), implementation)
+
+
+@every_case(contract.INTERPRETED)
+def test_same_bits(implementation, case):
     contract.assert_reproduces(case, case.op, contract.values(case, hostile=True), implementation)
 
 
 @pytest.mark.slow
-@every_other
-@pytest.mark.parametrize("case", contract.product(), ids=str)
-def test_same_bits_of_every_codec(case, implementation):
+@every_case(contract.INTERPRETED, whole_product)
+def test_same_bits_of_every_codec(implementation, case):
     for op in contract.FACTORS["op"]:
         contract.assert_reproduces(case, op, contract.values(case, hostile=True), implementation)
 
 
-@every_other
-@every_codec
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, pytest.param(np.float16, marks=pytest.mark.slow)])
-def test_every_16_bit_pattern(codec, dtype, implementation):
+@served(contract.INTERPRETED, dtypes=("bfloat16", "float16"))
+def test_every_16_bit_pattern(implementation, codec, dtype):
     """In order, so that a block has one exponent, and shuffled, so that most blocks hold a NaN."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
-    both = np.stack([patterns, np.random.default_rng(0).permutation(patterns)]).view(dtype)
-    name = np.dtype(dtype).name
-    expected, got = (contract.call("encode", codec, name, i, both)[0] for i in ("xla", implementation))
-    contract.assert_same(got, expected, codec)
+    both = np.stack([patterns, np.random.default_rng(0).permutation(patterns)]).view(jnp.dtype(dtype))
+    expected, got = (contract.call("encode", codec, dtype, i, both)[0] for i in ("xla", implementation))
+    contract.assert_encoded(got, expected, codec, implementation)
     if codec == PLAIN_E5M2:
         finite = np.isfinite(both.astype(np.float32))
         exact = both[finite].astype(np.float64) * float(contract.ALPHAS[0])
         exact = exact.clip(-codec.qmax, codec.qmax).astype(np.float32)
         np.testing.assert_array_equal(np.asarray(got)[finite], oracles.payload_bytes(exact, codec.format))
+
+
+@served(contract.INTERPRETED, {"taco": TACO})
+def test_integers_give_the_same_bits(implementation, codec, dtype):
+    """However they are added: encode, and decode a message of integers."""
+    x = np.random.default_rng(0).integers(-8, 9, (261, 128))
+    codes = jnp.asarray(x, jnp.float8_e4m3fn).view(jnp.uint8)
+    for op, given in (("encode", jnp.asarray(x, dtype)), ("decode", codes)):
+        expected, got = (contract.call(op, codec, dtype, i, given)[0] for i in ("xla", implementation))
+        contract.assert_same(got, expected, codec)
+
+
+@pytest.mark.parametrize("name", ["taco", "taco_block"])
+def test_messages_of_one_implementation_decode_under_another(name):
+    codec = CODECS[name]
+    having = [i for i in ALL if contract.declined(i, codec, "bfloat16") is None]
+    assert len(having) == (2 + SERVED["mosaic_gpu_interpret"] if name == "taco" else 2)
+    case = contract.Case("", "bfloat16", 1600, "adaptive" if name == "taco" else "bf16", "e4m3", 128, "block", 3)
+    assert case.codec == codec
+    x = contract.values(case, hostile=True)
+    for writer, reader in itertools.permutations(having, 2):
+        messages = contract.call("encode", codec, case.dtype, writer, x)[0]
+        for op in ("reduce", "decode", "decode_sum"):
+            contract.assert_reproduces(case, op, x, reader, messages)
 
 
 def gaussian(block: int) -> np.ndarray:
@@ -93,15 +175,14 @@ def field_blocks(block: int) -> dict[str, np.ndarray]:
     }
 
 
-@every
-@every_codec
-def test_field_cases_of_one_message(codec, implementation):
+@served(ALL)
+def test_field_cases_of_one_message(implementation, codec, dtype):
     blocks = field_blocks(codec.block)
     with np.errstate(over="ignore"):
-        x = np.stack(list(blocks.values())).astype(np.float32)[None]
+        x = np.stack(list(blocks.values())).astype(np.float32).astype(jnp.dtype(dtype))
     x = x.reshape(1, -1)
-    message, _ = contract.call("encode", codec, "float32", implementation, x)
-    decoded, _ = contract.call("decode", codec, "float32", implementation, message)
+    message, _ = contract.call("encode", codec, dtype, implementation, x)
+    decoded, _ = contract.call("decode", codec, dtype, implementation, message)
     y = dict(zip(blocks, np.asarray(decoded, np.float64).reshape(len(blocks), codec.block), strict=True))
     x = dict(zip(blocks, x.reshape(len(blocks), codec.block).astype(np.float64), strict=True))
     rows = codec.scale == "block" or codec.hadamard
@@ -126,11 +207,10 @@ def test_field_cases_of_one_message(codec, implementation):
         )
 
 
-@every
-@every_codec
-def test_field_cases_of_sums(codec, implementation):
+@served(ALL)
+def test_field_cases_of_sums(implementation, codec, dtype):
     """N16: sums beyond the format's maximum; N8: the NaN of one rank."""
-    parts = np.zeros((4, 1, 4 * codec.block), np.float32)
+    parts = np.zeros((4, 1, 4 * codec.block), jnp.dtype(dtype))
     first, second, third, fourth = (slice(i * codec.block, (i + 1) * codec.block) for i in range(4))
     parts[0, :, first], parts[1, :, first] = 448, 18
     parts[:, :, second] = 200
@@ -139,7 +219,6 @@ def test_field_cases_of_sums(codec, implementation):
     alphas = jnp.asarray([2.0**-4, 2.0**-5], jnp.float32)
     options = {"implementation": implementation}
 
-    @jax.jit
     def both(parts):
         messages, _ = codecs.encode(parts, codec, alphas[0], **options)
         message, _ = codecs.reduce(messages, codec, alphas, parts.dtype, **options)
@@ -147,8 +226,8 @@ def test_field_cases_of_sums(codec, implementation):
         return once, codecs.decode(message, codec, alphas[1], parts.dtype, **options)
 
     relative = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "int8": 1 / 127}[codec.format]
-    for hops, y in enumerate(both(parts), start=1):
-        y = np.asarray(y)[0]
+    for hops, y in enumerate(contract.compiled(both, implementation)(parts), start=1):
+        y = np.asarray(y, np.float32)[0]
         np.testing.assert_allclose(y[first], 466, rtol=hops * relative)
         np.testing.assert_allclose(y[second], 800, rtol=hops * relative)
         bad = slice(None) if codec.scale == "block" or codec.hadamard else 3
@@ -156,24 +235,26 @@ def test_field_cases_of_sums(codec, implementation):
         np.testing.assert_array_equal(y[fourth], 0)
 
 
-@every_other
-@pytest.mark.parametrize("codec", [TACO, TACO_BLOCK], ids=["taco", "taco_block"])
-def test_f32_extremes(codec, implementation):
+@served(contract.INTERPRETED, {"taco": TACO, "taco_block": TACO_BLOCK}, slower=())
+def test_extremes(implementation, codec, dtype):
     """Subnormal values, values whose product with alpha overflows, saturated and non-finite ones."""
     x = np.random.default_rng(2).standard_normal((64, 128)).astype(np.float32)
     x = np.clip(x, -1.9, 1.9) * np.ldexp(np.float32(1), np.linspace(-149, 127, 64).astype(int)[:, None])
     x[5, 7], x[9, 0], x[11, 127], x[13] = np.nan, np.inf, -np.inf, 0.0
     x[17] = -0.0
-    encode = jax.jit(lambda x, a, i: codecs.encode(x, codec, a, observe=True, implementation=i), static_argnums=2)
+    x = jnp.asarray(x, dtype)
+    plain, fused = (
+        contract.compiled(functools.partial(codecs.encode, codec=codec, observe=True, implementation=i), i)
+        for i in ("xla", implementation)
+    )
     for alpha in (2.0**-126, 1.0, 2.0**120):
-        (expected, seen), (got, also) = (encode(x, jnp.float32(alpha), i) for i in ("xla", implementation))
-        contract.assert_same(got, expected, codec)
+        (expected, seen), (got, also) = (encode(x, alpha=jnp.float32(alpha)) for encode in (plain, fused))
+        contract.assert_encoded(got, expected, codec, implementation)
         np.testing.assert_allclose(also, seen, rtol=contract.OBSERVED_TOLERANCE, atol=1e-30)
 
 
-@every_other
-@pytest.mark.parametrize("codec", [TACO, Codec("e4m3", 32)], ids=["taco", "fp8-32"])
-def test_sums_of_arbitrary_messages(codec, implementation):
+@served(contract.INTERPRETED, {"taco": TACO, "fp8-32": Codec("e4m3", 32)})
+def test_sums_of_arbitrary_messages(implementation, codec, dtype):
     """All bytes, NaN and scales that no encoder writes among them; ratios of alphas beyond what f32 divides."""
     case = contract.Case("reduce", "bfloat16", 128 * 33, "", codec.format, codec.block, codec.hadamard, 5)
     random = np.random.default_rng(8)
@@ -183,11 +264,15 @@ def test_sums_of_arbitrary_messages(codec, implementation):
     messages[..., 8 * 128 : case.columns] &= 0xBF  # smaller than 2, hence without NaN
     if codec.scale_bytes:
         messages[..., case.columns + 1 :: 2] &= 0x7F  # scales are positive
-    function = lambda m, a, i: codecs.reduce(m, codec, a, jnp.bfloat16, observe=True, implementation=i)  # noqa: E731
-    reduce = jax.jit(function, static_argnums=2)
+    plain, fused = (
+        contract.compiled(
+            functools.partial(codecs.reduce, codec=codec, dtype=jnp.dtype(dtype), observe=True, implementation=i), i
+        )
+        for i in ("xla", implementation)
+    )
     for alphas in ((1.0, 1.0), (2.0, 0.25), (2.0**-100, 2.0**100), (2.0**100, 2.0**-100)):
         alphas = jnp.asarray(alphas, jnp.float32)
-        (expected, seen), (got, also) = (reduce(messages, alphas, i) for i in ("xla", implementation))
+        (expected, seen), (got, also) = (reduce(messages, alphas=alphas) for reduce in (plain, fused))
         contract.assert_same(got, expected, codec)
         np.testing.assert_allclose(also, seen, rtol=contract.OBSERVED_TOLERANCE, atol=1e-30)
 
@@ -200,7 +285,13 @@ def reduce_scatter(x, **options):
     return taco_jax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True, **options)
 
 
-@every_other
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(i, marks=[pytest.mark.skip(reason=f"{i}: {ONE_DEVICE[i]}")] if i in ONE_DEVICE else [])
+        for i in contract.INTERPRETED
+    ],
+)
 @pytest.mark.parametrize(("collective", "preset"), [
     (all_reduce, "taco"),
     (reduce_scatter, "int8"),
@@ -226,7 +317,7 @@ def test_collectives_forward_and_backward(collective, preset, implementation):
             jax.value_and_grad(loss, argnums=(0, 1), has_aux=True),
             on, (P("tp"), P()), ((P(), result), (P("tp"), P("tp"))), check_vma=False,
         )  # fmt: skip
-        results.append(step(x, scales))
+        results.append(contract.compiled(step, name)(x, scales))
     ((_, plain), (plain_grad, plain_seen)), ((_, fused), (fused_grad, fused_seen)) = results
     for got, expected in ((fused, plain), (fused_grad, plain_grad)):
         assert got.dtype == expected.dtype == jnp.bfloat16
