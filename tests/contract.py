@@ -126,6 +126,8 @@ def cases(implementation: str) -> list[Case]:
 def served_factors(implementation: str) -> dict:
     """The values of `FACTORS` that the codecs and types which an implementation serves are made of."""
     served = [case for case in product() if declined(implementation, case.codec, case.dtype) is None]
+    if not served:
+        return dict.fromkeys(FACTORS, ())
     free = ("op", "columns", "ranks")
     return {
         name: tuple(v for v in values if any(getattr(case, name) == v for case in served))
