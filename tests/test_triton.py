@@ -76,7 +76,7 @@ def test_a_name_never_falls_back():
         registry.resolve("triton", Codec("e4m3", 256, "block", "paper"), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="float64"):
         registry.resolve("triton", TACO, np.dtype("float64"))
-    with pytest.raises(ValueError, match="'cuda'; there are triton, triton_sm80, xla, triton_interpret"):
+    with pytest.raises(ValueError, match="'cuda'; there are triton, triton_sm80, mosaic_gpu, xla, triton_interpret"):
         registry.resolve("cuda", TACO, jnp.bfloat16)
 
 
