@@ -8,7 +8,7 @@ python -m experiments.overlap [--gpu h200] [--chunks 1 2 4] [--json FILE]
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,7 +87,7 @@ def figures(hlo_text: str) -> dict[str, Any]:
     }
 
 
-def print_table(options: Options, rows: list[Mapping[str, Any]]) -> None:
+def print_table(options: Options, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a line for each number of chunks and settings."""
     table = Table(box=box.SIMPLE_HEAD, title=f"{options.compression}, tp=8, compiled for {options.gpu}")
     for column in ("chunks", "settings", "messages/step", "in transfers", "hidden", "launches/step"):

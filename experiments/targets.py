@@ -69,5 +69,5 @@ def mesh(gpu: str, sizes: dict[str, int]) -> Mesh:
         target_config=target_config(gpu),
         topology=f"1x1x{math.prod(sizes.values())}",
     )
-    devices = np.array(topology.devices).reshape(tuple(sizes.values()))
+    devices: np.ndarray = np.array(topology.devices).reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

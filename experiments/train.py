@@ -27,11 +27,9 @@ from typing import Any
 
 import jax
 
-from experiments import communication, step
+from experiments import communication, compiler_options, step
 from experiments.checkpoint import CheckpointError, Checkpoints, Position, check_same_run
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
-from experiments.compiler_options import describe as describe_options
-from experiments.compiler_options import gpu_options
 from experiments.config import ConfigError, TrainConfig, profiled_steps, validate
 from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches, with_vocabulary
 from experiments.flops import throughput_of
@@ -339,9 +337,9 @@ def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.shard
         rate = config.optimizer.learning_rate * config.optimizer.final_fraction
         _log.info("the learning rate stays at %.2e after step %d (optimizer.decay_steps)", rate, decay)
     device = mesh.devices.flat[0]
-    options = gpu_options(device.platform, os.environ.get("XLA_FLAGS", ""))
+    options = compiler_options.gpu_options(device.platform, os.environ.get("XLA_FLAGS", ""))
     if options:
-        _log.info("the step is compiled with %s (XLA_FLAGS of the same names win)", describe_options(options))
+        _log.info("the step is compiled with %s (XLA_FLAGS of the same names win)", compiler_options.describe(options))
     environment = {
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")},

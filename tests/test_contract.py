@@ -1,68 +1,81 @@
-"""One suite for every implementation of the codec: `xla` against the oracle, the others bit for bit against `xla`."""
+"""One suite for every implementation of the codec: `xla` against the oracle, the others against `xla`, in pairs.
+
+An implementation is tried on what it says it serves; `test_what_is_declined` counts the rest and reads the reasons.
+`test_contract_values.py` has the values that users reported and the collectives.
+"""
+
+import re
 
 import contract
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import oracles
 import pytest
-from codec_cases import FP8, INT8, TACO, TACO_BLOCK
-from meshes import P, mesh, spmd
+from contract_parameters import ALL, PLAIN_E5M2, every_case, served
 
-import taco_jax
-from taco_jax import Compression
-from taco_jax import codec as codecs
-from taco_jax.config import Codec
-from taco_jax.pallas import registry
-
-OTHERS = ("triton_interpret",)
-"""Those that run on a CPU, beside the reference."""
-every_other = pytest.mark.parametrize("implementation", OTHERS)
-every = pytest.mark.parametrize("implementation", ("xla", *OTHERS))
-PLAIN_E5M2 = Codec("e5m2", 64, scale="adaptive")
-E8M0 = Codec("e5m2", 256, "block", scale_dtype="e8m0")
-CODECS = {"taco": TACO, "taco_block": TACO_BLOCK, "fp8": FP8, "int8": INT8, "e8m0": E8M0, "e5m2": PLAIN_E5M2}
-SLOWER = ("taco_block", "fp8", "e8m0")
-some_slow = [pytest.param(c, marks=[pytest.mark.slow] if name in SLOWER else [], id=name) for name, c in CODECS.items()]
-every_codec = pytest.mark.parametrize("codec", some_slow)
+from taco_jax.pallas import mosaic_gpu, registry
 
 
-def test_the_cases_have_every_pair():
-    had = set().union(*(contract.pairs(vars(case)) for case in contract.CASES))
-    assert had == contract.all_pairs(contract.FACTORS)
-    assert len(contract.CASES) <= 200
+def whole_product(implementation: str) -> list[contract.Case]:
+    return [c for c in contract.product() if contract.declined(implementation, c.codec, c.dtype) is None]
 
 
-@pytest.mark.parametrize("case", contract.CASES, ids=str)
-def test_reference_equals_the_oracle(case):
-    contract.assert_oracle(case, contract.values(case, hostile=False))
+@pytest.fixture(autouse=True)
+def two_programs(monkeypatch):
+    """So that small arrays take several steps of the pipeline."""
+    monkeypatch.setattr(mosaic_gpu, "_PROGRAMS", 2)
 
 
-@every_other
-@pytest.mark.parametrize("case", contract.CASES, ids=str)
-def test_same_bits(case, implementation):
+@pytest.mark.parametrize("implementation", ALL)
+def test_the_cases_have_every_pair(implementation):
+    cases = contract.cases(implementation)
+    had = set().union(*(contract.pairs(vars(case)) for case in cases))
+    assert had == contract.all_pairs(contract.served_factors(implementation))
+    assert len(cases) <= 200
+    assert all(contract.declined(implementation, case.codec, case.dtype) is None for case in cases)
+
+
+SERVED = {"xla": 210, "triton_interpret": 210, "mosaic_gpu_interpret": int(jax.__version_info__ >= (0, 12))}
+"""Of the 210 valid combinations of policy, format, block, transform and type."""
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_what_is_declined(implementation):
+    """Each with the reason that the implementation gives, and no more than is known."""
+    choices = contract.product()
+    reasons = [contract.declined(implementation, case.codec, case.dtype) for case in choices]
+    assert (len(choices), reasons.count(None)) == (210, SERVED[implementation])
+    for case, reason in zip(choices, reasons, strict=True):
+        if reason:
+            with pytest.raises(NotImplementedError, match=re.escape(f"{implementation!r}: {reason}")):
+                registry.resolve(implementation, case.codec, case.dtype)
+
+
+@every_case(("xla", *contract.TENSOR_CORES))
+def test_equals_the_oracle(implementation, case):
+    contract.assert_oracle(case, contract.values(case, hostile=False), implementation)
+
+
+@every_case(contract.INTERPRETED)
+def test_same_bits(implementation, case):
     contract.assert_reproduces(case, case.op, contract.values(case, hostile=True), implementation)
 
 
 @pytest.mark.slow
-@every_other
-@pytest.mark.parametrize("case", contract.product(), ids=str)
-def test_same_bits_of_every_codec(case, implementation):
+@every_case(contract.INTERPRETED, whole_product)
+def test_same_bits_of_every_codec(implementation, case):
     for op in contract.FACTORS["op"]:
         contract.assert_reproduces(case, op, contract.values(case, hostile=True), implementation)
 
 
-@every_other
-@every_codec
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, pytest.param(np.float16, marks=pytest.mark.slow)])
-def test_every_16_bit_pattern(codec, dtype, implementation):
+@served(contract.INTERPRETED, dtypes=("bfloat16", "float16"))
+def test_every_16_bit_pattern(implementation, codec, dtype):
     """In order, so that a block has one exponent, and shuffled, so that most blocks hold a NaN."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
-    both = np.stack([patterns, np.random.default_rng(0).permutation(patterns)]).view(dtype)
-    name = np.dtype(dtype).name
-    expected, got = (contract.call("encode", codec, name, i, both)[0] for i in ("xla", implementation))
-    contract.assert_same(got, expected, codec)
+    both = np.stack([patterns, np.random.default_rng(0).permutation(patterns)]).view(jnp.dtype(dtype))
+    expected, got = (contract.call("encode", codec, dtype, i, both)[0] for i in ("xla", implementation))
+    contract.assert_encoded(got, expected, codec, implementation)
     if codec == PLAIN_E5M2:
         finite = np.isfinite(both.astype(np.float32))
         exact = both[finite].astype(np.float64) * float(contract.ALPHAS[0])
@@ -70,180 +83,27 @@ def test_every_16_bit_pattern(codec, dtype, implementation):
         np.testing.assert_array_equal(np.asarray(got)[finite], oracles.payload_bytes(exact, codec.format))
 
 
-def gaussian(block: int) -> np.ndarray:
-    return np.random.default_rng(7).standard_normal(block).clip(-2, 2)
+BETWEEN = contract.Case("", "bfloat16", 1600, "adaptive", "e4m3", 128, "block", 3)
+"""A codec that every implementation serves, and a shape to compile once."""
+HAVING = [i for i in ALL if contract.declined(i, BETWEEN.codec, BETWEEN.dtype) is None]
 
 
-def field_blocks(block: int) -> dict[str, np.ndarray]:
-    """One block for each situation that users reported; float64."""
-    resize = lambda *values: np.resize(np.asarray(values, np.float64), block)  # noqa: E731
-    tiny = {f"N2-{amax}": gaussian(block) / np.abs(gaussian(block)).max() * amax for amax in (1e-38, 1e-40, 1e-45)}
-    spoiled = {f"N8-{bad}": np.where(np.arange(block) == 5, bad, gaussian(block)) for bad in (np.nan, np.inf, -np.inf)}
-    return {
-        "ordinary": gaussian(block),
-        "N1": np.zeros(block),
-        **tiny,
-        "N3": gaussian(block) * 2.0**-30,
-        "N4": resize(448, 463, 464, 465, 480, 3e38),
-        "N5-448": resize(448, 1, -3),
-        "N5-large": resize(448 * 2.0**60, 2.0**60),
-        **spoiled,
-        "N9-2.5e38": resize(2.5e38),
-        "N9-3e38": resize(3e38),
-    }
+@pytest.mark.parametrize("writer", HAVING)
+def test_messages_of_one_implementation_decode_under_another(writer):
+    assert len(HAVING) == 2 + SERVED["mosaic_gpu_interpret"]
+    x = contract.values(BETWEEN, hostile=True)
+    messages = contract.call("encode", BETWEEN.codec, BETWEEN.dtype, writer, x)[0]
+    for reader in HAVING:
+        for op in ("reduce", "decode"):
+            contract.assert_reproduces(BETWEEN, op, x, reader, messages)
 
 
-@every
-@every_codec
-def test_field_cases_of_one_message(codec, implementation):
-    blocks = field_blocks(codec.block)
-    with np.errstate(over="ignore"):
-        x = np.stack(list(blocks.values())).astype(np.float32)[None]
-    x = x.reshape(1, -1)
-    message, _ = contract.call("encode", codec, "float32", implementation, x)
-    decoded, _ = contract.call("decode", codec, "float32", implementation, message)
-    y = dict(zip(blocks, np.asarray(decoded, np.float64).reshape(len(blocks), codec.block), strict=True))
-    x = dict(zip(blocks, x.reshape(len(blocks), codec.block).astype(np.float64), strict=True))
-    rows = codec.scale == "block" or codec.hadamard
-    for name, block in y.items():
-        if name.startswith("N8"):
-            assert np.isnan(block).all() if rows else np.isnan(block).sum() == 1
-        else:
-            assert np.isfinite(block).all()
-    np.testing.assert_array_equal(y["N1"], 0)
-    step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "int8": 1 / 254}[codec.format]
-    if codec.scale == "block" or not codec.hadamard:
-        np.testing.assert_allclose(y["N5-448"][0], 448, rtol=2 * step if codec.hadamard else 0)
-    for name in ("N2-1e-38", "N2-1e-40", "N2-1e-45"):
-        # Two scales of 2^-126 are as near as a value of that size can be told.
-        assert (np.abs(y[name]) <= np.abs(x[name]).max() + 2 * codec.qmax * oracles.SMALLEST_SCALE).all()
-    if codec.scale == "adaptive":
-        return
-    np.testing.assert_array_equal(y["N3"] * 2.0**30, y["ordinary"])
-    for name in ("N9-2.5e38", "N9-3e38", "N5-large"):
-        assert (
-            oracles.snr_db(x[name] * 2.0**-64, y[name] * 2.0**-64) >= {"e4m3": 20, "e5m2": 15, "int8": 35}[codec.format]
-        )
-
-
-@every
-@every_codec
-def test_field_cases_of_sums(codec, implementation):
-    """N16: sums beyond the format's maximum; N8: the NaN of one rank."""
-    parts = np.zeros((4, 1, 4 * codec.block), np.float32)
-    first, second, third, fourth = (slice(i * codec.block, (i + 1) * codec.block) for i in range(4))
-    parts[0, :, first], parts[1, :, first] = 448, 18
-    parts[:, :, second] = 200
-    parts[2, 0, third.start + 3] = np.nan
-    parts[0, :, fourth], parts[3, :, fourth] = 3.5, -3.5
-    alphas = jnp.asarray([2.0**-4, 2.0**-5], jnp.float32)
-    options = {"implementation": implementation}
-
-    @jax.jit
-    def both(parts):
-        messages, _ = codecs.encode(parts, codec, alphas[0], **options)
-        message, _ = codecs.reduce(messages, codec, alphas, parts.dtype, **options)
-        once = codecs.decode_sum(messages, codec, alphas[0], parts.dtype, **options)
-        return once, codecs.decode(message, codec, alphas[1], parts.dtype, **options)
-
-    relative = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "int8": 1 / 127}[codec.format]
-    for hops, y in enumerate(both(parts), start=1):
-        y = np.asarray(y)[0]
-        np.testing.assert_allclose(y[first], 466, rtol=hops * relative)
-        np.testing.assert_allclose(y[second], 800, rtol=hops * relative)
-        bad = slice(None) if codec.scale == "block" or codec.hadamard else 3
-        assert np.isnan(y[third][bad]).all()
-        np.testing.assert_array_equal(y[fourth], 0)
-
-
-@every_other
-@pytest.mark.parametrize("codec", [TACO, TACO_BLOCK], ids=["taco", "taco_block"])
-def test_f32_extremes(codec, implementation):
-    """Subnormal values, values whose product with alpha overflows, saturated and non-finite ones."""
-    x = np.random.default_rng(2).standard_normal((64, 128)).astype(np.float32)
-    x = np.clip(x, -1.9, 1.9) * np.ldexp(np.float32(1), np.linspace(-149, 127, 64).astype(int)[:, None])
-    x[5, 7], x[9, 0], x[11, 127], x[13] = np.nan, np.inf, -np.inf, 0.0
-    x[17] = -0.0
-    encode = jax.jit(lambda x, a, i: codecs.encode(x, codec, a, observe=True, implementation=i), static_argnums=2)
-    for alpha in (2.0**-126, 1.0, 2.0**120):
-        (expected, seen), (got, also) = (encode(x, jnp.float32(alpha), i) for i in ("xla", implementation))
+@pytest.mark.parametrize("implementation", HAVING[1:])
+def test_integers_give_the_same_bits(implementation):
+    """However they are added: encode, and decode a message of integers."""
+    codec = BETWEEN.codec
+    x = np.random.default_rng(0).integers(-8, 9, contract.values(BETWEEN, hostile=False).shape)
+    codes = jnp.asarray(x, jnp.float8_e4m3fn).view(jnp.uint8)
+    for op, given in (("encode", jnp.asarray(x, BETWEEN.dtype)), ("decode", codes)):
+        expected, got = (contract.call(op, codec, BETWEEN.dtype, i, given)[0] for i in ("xla", implementation))
         contract.assert_same(got, expected, codec)
-        np.testing.assert_allclose(also, seen, rtol=contract.OBSERVED_TOLERANCE, atol=1e-30)
-
-
-@every_other
-@pytest.mark.parametrize("codec", [TACO, Codec("e4m3", 32)], ids=["taco", "fp8-32"])
-def test_sums_of_arbitrary_messages(codec, implementation):
-    """All bytes, NaN and scales that no encoder writes among them; ratios of alphas beyond what f32 divides."""
-    case = contract.Case("reduce", "bfloat16", 128 * 33, "", codec.format, codec.block, codec.hadamard, 5)
-    random = np.random.default_rng(8)
-    messages = random.integers(
-        0, 256, (case.ranks, 1, case.columns * (codec.block + codec.scale_bytes) // codec.block), np.uint8
-    )
-    messages[..., 8 * 128 : case.columns] &= 0xBF  # smaller than 2, hence without NaN
-    if codec.scale_bytes:
-        messages[..., case.columns + 1 :: 2] &= 0x7F  # scales are positive
-    function = lambda m, a, i: codecs.reduce(m, codec, a, jnp.bfloat16, observe=True, implementation=i)  # noqa: E731
-    reduce = jax.jit(function, static_argnums=2)
-    for alphas in ((1.0, 1.0), (2.0, 0.25), (2.0**-100, 2.0**100), (2.0**100, 2.0**-100)):
-        alphas = jnp.asarray(alphas, jnp.float32)
-        (expected, seen), (got, also) = (reduce(messages, alphas, i) for i in ("xla", implementation))
-        contract.assert_same(got, expected, codec)
-        np.testing.assert_allclose(also, seen, rtol=contract.OBSERVED_TOLERANCE, atol=1e-30)
-
-
-def all_reduce(x, **options):
-    return taco_jax.psum(x, "tp", **options)
-
-
-def reduce_scatter(x, **options):
-    return taco_jax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True, **options)
-
-
-@every_other
-@pytest.mark.parametrize(("collective", "preset"), [
-    (all_reduce, "taco"),
-    (reduce_scatter, "int8"),
-    pytest.param(all_reduce, "int8", marks=pytest.mark.slow),
-    pytest.param(reduce_scatter, "taco", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_collectives_forward_and_backward(collective, preset, implementation):
-    """On four devices: psum, whose gradient is a psum, psum_scatter, whose gradient is an all_gather."""
-    on, random = mesh(tp=4), np.random.default_rng(3)
-    x = jnp.asarray(random.standard_normal((4, 8, 96)), jnp.bfloat16)
-    weights = jnp.asarray(random.standard_normal((8, 96)), jnp.float32)
-    scales = taco_jax.init_scales({"mlp": preset})["mlp"]
-    result = P() if collective is all_reduce else P("tp")
-    results = []
-    for name in ("xla", implementation):
-        compression = Compression.named(preset, min_bytes=0, implementation=name)
-
-        def loss(x, scales, compression=compression):
-            y = collective(x[0], compression=compression, scales=scales, name="mlp")
-            return jnp.vdot(y.astype(jnp.float32), weights[: len(y)]), y
-
-        step = spmd(
-            jax.value_and_grad(loss, argnums=(0, 1), has_aux=True),
-            on, (P("tp"), P()), ((P(), result), (P("tp"), P("tp"))), check_vma=False,
-        )  # fmt: skip
-        results.append(step(x, scales))
-    ((_, plain), (plain_grad, plain_seen)), ((_, fused), (fused_grad, fused_seen)) = results
-    for got, expected in ((fused, plain), (fused_grad, plain_grad)):
-        assert got.dtype == expected.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
-        assert np.asarray(got, np.float32).any()
-    np.testing.assert_allclose(fused_seen, plain_seen, rtol=contract.OBSERVED_TOLERANCE)
-    hops = slice(None) if collective is all_reduce else 0
-    assert np.asarray(plain_seen).reshape(4, 2, 2, 5)[:, :, hops].any(axis=-1).all(), "all is observed"
-
-
-@pytest.mark.parametrize(("capability", "codec", "name"), [
-    ("8.0", TACO, "xla"), ("8.0", INT8, "triton"), ("7.5", INT8, "xla"), ("9.0", TACO_BLOCK, "triton"),
-])  # fmt: skip
-def test_older_gpus_get_the_plain_implementation_with_one_warning(capability, codec, name, caplog):
-    registry._first_supported.cache_clear()
-    for _ in range(2):
-        assert registry._first_supported(codec, jnp.dtype(jnp.bfloat16), "gpu", capability, ()) == name
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == (name == "xla")
-    assert all("triton is not used" in text and capability in text for text in warnings)

@@ -58,8 +58,20 @@ def test_the_bytes_are_those_of_the_transposed_values(codec, channels, implement
     np.testing.assert_array_equal(turned(np.asarray(total), codec.block, channels), plain)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton_interpret"])
-@pytest.mark.parametrize(("codec", "channels"), [(CODECS["taco"], 3), (Codec("int8", 64, "block"), 1)])
+HIDDEN = Codec("e4m3", 128, "block", "adaptive")
+mosaic = pytest.param(
+    HIDDEN, 1, "mosaic_gpu_interpret",
+    marks=pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic GPU's kernels need JAX 0.12"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("codec", "channels", "implementation"),
+    [
+        (CODECS["taco"], 3, "xla"), (CODECS["taco"], 3, "triton_interpret"), mosaic,
+        (Codec("int8", 64, "block"), 1, "triton_interpret"),
+    ],
+)  # fmt: skip
 def test_a_residual_is_added_before_the_rounding(codec, channels, implementation):
     random = np.random.default_rng(0)
     x = random.standard_normal((2, 2 * codec.block * channels)).astype(ml_dtypes.bfloat16)
@@ -68,7 +80,9 @@ def test_a_residual_is_added_before_the_rounding(codec, channels, implementation
     message, _ = run["encode"](x, codec, ALPHA, channels=channels)
     options = {"channels": channels, "implementation": implementation}
     y = run["decode"](message, codec, ALPHA, jnp.bfloat16, residual=residual, **options)
-    exact = np.asarray(run["decode"](message, codec, ALPHA, jnp.float32, **options)) + residual.astype(np.float32)
+    # Sums of so few bits are exact in f32, in whichever order an implementation adds.
+    exact = np.asarray(run["decode"](message, codec, ALPHA, jnp.float32, channels=channels))
+    exact = exact + residual.astype(np.float32)
     np.testing.assert_array_equal(np.asarray(y, np.float32), exact.astype(ml_dtypes.bfloat16).astype(np.float32))
     rounded = np.asarray(run["decode"](message, codec, ALPHA, jnp.bfloat16, **options), np.float32)
     twice = (rounded + residual.astype(np.float32)).astype(ml_dtypes.bfloat16).astype(np.float32)

@@ -48,6 +48,7 @@ def test_pulse(uninterrupted):
     assert json.loads((folder / "config.json").read_text())["mesh"] == "dp2,pp2,tp2"
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["platform"] == "cpu" and environment["jax"] == jax.__version__
+    assert environment["compiler_options"] == {}
 
 
 def test_trackers_and_traces_of_a_run(uninterrupted):

@@ -1,5 +1,7 @@
 """What is particular to the Triton kernels; `test_contract.py` has what every implementation must do."""
 
+import re
+
 import contract
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from meshes import P, mesh, spmd
 import taco_jax
 from taco_jax import codec as codecs
 from taco_jax.config import Codec
-from taco_jax.pallas import registry, triton, triton_kernels
+from taco_jax.pallas import registry, triton, triton_kernels, triton_sm80
 
 TACO = Codec("e4m3", 128, "block", "adaptive")
 
@@ -74,7 +76,7 @@ def test_a_name_never_falls_back():
         registry.resolve("triton", Codec("e4m3", 256, "block", "paper"), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="float64"):
         registry.resolve("triton", TACO, np.dtype("float64"))
-    with pytest.raises(ValueError, match="'cuda'; there are triton, xla, triton_interpret"):
+    with pytest.raises(ValueError, match="'cuda'; there are triton, triton_sm80, mosaic_gpu, xla, triton_interpret"):
         registry.resolve("cuda", TACO, jnp.bfloat16)
 
 
@@ -82,13 +84,19 @@ def test_without_a_name_the_cpu_gets_the_plain_implementation():
     assert registry.resolve(None, TACO, jnp.bfloat16).__name__ == "taco_jax.pallas.xla"
 
 
-@pytest.mark.parametrize(("capability", "reason"), [("8.0", "8.9"), ("gfx942", "NVIDIA"), ("", "NVIDIA")])
-def test_devices_without_the_conversion(capability, reason):
-    assert reason in triton.device_unsupported_reason(TACO, capability)
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [("8.6", "8.9, .*8.6, .*'triton_sm80'"), ("7.5", "8.0, .*7.5$"), ("gfx942", "NVIDIA"), ("", "NVIDIA")],
+)
+def test_devices_that_are_refused(capability, reason):
+    assert re.search(reason, triton.device_unsupported_reason(TACO, capability))
+    older = triton_sm80.device_unsupported_reason(TACO, capability)
+    assert older is None if capability == "8.6" else re.search(reason, older)
 
 
-def test_devices_with_the_conversion():
+def test_devices_that_are_served():
     assert [triton.device_unsupported_reason(TACO, c) for c in ("8.9", "9.0", "10.0", "12.0")] == [None] * 4
+    assert [triton_sm80.device_unsupported_reason(TACO, c) for c in ("8.0", "9.0")] == [None] * 2
 
 
 def test_axes_left_to_xla():

@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from taco_jax import compat
 from taco_jax.config import Codec
 
-IMPLEMENTATIONS = ("triton", "xla")
+IMPLEMENTATIONS = ("triton", "triton_sm80", "mosaic_gpu", "xla")
 """In order of preference."""
-BY_NAME_ONLY = ("triton_interpret",)
+BY_NAME_ONLY = ("triton_interpret", "triton_sm80_interpret", "mosaic_gpu_interpret")
 """For tests, never chosen."""
 
 _log = logging.getLogger("taco_jax")
@@ -40,13 +40,44 @@ def resolve(implementation: str | None, codec: Codec, dtype: DTypeLike) -> Modul
     if implementation not in names:
         raise ValueError(f"no implementation is called {implementation!r}; there are {', '.join(names)}")
     module = _load(implementation)
-    reason = module.unsupported_reason(codec, jnp.dtype(dtype))
     platform, capability = _device()
-    if reason is None and platform == "gpu" and hasattr(module, "device_unsupported_reason"):
-        reason = module.device_unsupported_reason(codec, capability)
+    if platform == "gpu":
+        reason = unsupported_reason(implementation, codec, dtype, platform, capability)
+    else:
+        reason = module.unsupported_reason(codec, jnp.dtype(dtype))
     if reason is not None:
         raise NotImplementedError(f"implementation {implementation!r}: {reason}")
     return module
+
+
+def unsupported_reason(
+    implementation: str, codec: Codec, dtype: DTypeLike, platform: str, capability: str
+) -> str | None:
+    """Return why an implementation does not serve the codec on a device, or None.
+
+    Args:
+        implementation: a name from `IMPLEMENTATIONS` or `BY_NAME_ONLY`.
+        codec: format of the messages.
+        dtype: type of the values.
+        platform: as JAX names it: "gpu", "tpu" or "cpu".
+        capability: compute capability of a GPU as JAX spells it, e.g. "9.0" or "gfx942".
+    """
+    module = _load(implementation)
+    reason = None
+    if hasattr(module, "device_unsupported_reason"):
+        reason = module.device_unsupported_reason(codec, capability if platform == "gpu" else "")
+    return reason or module.unsupported_reason(codec, jnp.dtype(dtype))
+
+
+def choose(codec: Codec, dtype: DTypeLike, platform: str, capability: str) -> tuple[str, dict[str, str]]:
+    """Return the first implementation that serves the codec on a device, and why each one before it does not."""
+    reasons: dict[str, str] = {}
+    for name in IMPLEMENTATIONS:
+        reason = unsupported_reason(name, codec, dtype, platform, capability)
+        if reason is None:
+            return name, reasons
+        reasons[name] = reason
+    raise AssertionError("xla serves every codec on every device")
 
 
 def _load(name: str) -> ModuleType:
@@ -63,15 +94,9 @@ def _device() -> tuple[str, str]:
 def _first_supported(
     codec: Codec, dtype: jnp.dtype, platform: str, capability: str, automatic_axes: tuple[str, ...]
 ) -> str:
-    for name in IMPLEMENTATIONS:
-        if name == "xla":
-            break
-        if platform != "gpu":
-            continue
-        module = _load(name)
-        reason = module.device_unsupported_reason(codec, capability) or module.unsupported_reason(codec, dtype)
-        if reason is None:
-            break
-        _log.warning("taco_jax: %s is not used: %s", name, reason)
+    name, reasons = choose(codec, dtype, platform, capability)
+    if platform == "gpu" and name == "xla":
+        refused = "; ".join(f"{other} is not used: {reason}" for other, reason in reasons.items())
+        _log.warning("taco_jax: %s", refused)
     _log.info("taco_jax: %s %s on %s runs on implementation %s", codec.format, codec.scale, platform, name)
     return name

@@ -9,7 +9,8 @@ Same contract, rounding points and additions as `taco_jax.pallas.xla`, hence the
 differ in order). The rotation is the butterfly of `taco_jax.hadamard` in the operations Triton has.
 
 JAX 0.11 deprecated the backend (a DeprecationWarning when a program is lowered) and still compiles it. The kernels run
-under `check_vma=True`. XLA cannot partition them: under a `shard_map` that leaves axes automatic, use `xla`.
+under `check_vma=True`. XLA cannot partition them: under a `shard_map` that leaves axes automatic, use `xla`. What GPUs
+before sm_89 run instead is `triton_sm80`.
 """
 
 import functools
@@ -26,7 +27,7 @@ from taco_jax.config import Codec
 from taco_jax.pallas.triton_kernels import SLOTS, WARPS, Tiling, decode_kernel, encode_kernel, reduce_kernel
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-_MIN_CAPABILITY = {"e4m3": 8.9, "e5m2": 8.9, "int8": 8.0}
+_MIN_CAPABILITY, _CAST_CAPABILITY = 8.0, 8.9
 _MAX_SIZE = 2**31
 
 
@@ -41,27 +42,32 @@ def unsupported_reason(codec: Codec, dtype: DTypeLike) -> str | None:
     return None
 
 
-def device_unsupported_reason(codec: Codec, compute_capability: str) -> str | None:
+def device_unsupported_reason(codec: Codec, compute_capability: str, *, integer_casts: bool = False) -> str | None:
     """Return why a GPU cannot run these kernels, or None; `compute_capability` as JAX spells it, e.g. "9.0"."""
     try:
         capability = float(compute_capability)
     except ValueError:
         return f"it is for NVIDIA GPUs, not {compute_capability or 'this device'}"
-    least = _MIN_CAPABILITY[codec.format]
-    if capability < least:
-        return f"{codec.format} needs compute capability {least}, the device has {compute_capability}"
+    if capability < _MIN_CAPABILITY:
+        return f"it needs compute capability {_MIN_CAPABILITY}, the device has {compute_capability}"
+    if capability < _CAST_CAPABILITY and codec.format != "int8" and not integer_casts:
+        return (
+            f"its casts to {codec.format} need compute capability {_CAST_CAPABILITY}, the device has "
+            f"{compute_capability}, which 'triton_sm80' is for"
+        )
     return None
 
 
-def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, channels: int = 1, interpret: bool = False):
+def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, channels: int = 1, **how: bool):
     """Rotate, scale, clamp and cast: reads x once and writes one byte a value.
 
     Args and Returns as for `xla.encode`, and:
-        interpret: run the kernel's operations one by one on any device.
+        how: `interpret` runs the kernel's operations one by one on any device; `integer_casts` casts as
+            `taco_jax.pallas.integer_casts` does, with the same bytes, on GPUs without instructions for it.
     """
-    result = (*x.shape[:-1], wire.message_size(x.shape[-1], codec)), jnp.uint8
-    call = functools.partial(_call, observe=observe, channels=channels, interpret=interpret)
-    return call(encode_kernel, "encode", codec, [x], alpha, *result)
+    shape = (*x.shape[:-1], wire.message_size(x.shape[-1], codec))
+    how |= {"observe": observe}
+    return _call(encode_kernel, "encode", codec, [x], alpha, shape, jnp.uint8, channels=channels, **how)
 
 
 def decode(
@@ -72,31 +78,31 @@ def decode(
     *,
     channels: int = 1,
     residual: jax.Array | None = None,
-    interpret: bool = False,
+    **how: bool,
 ):
     """Un-rotate, unscale, add the residual and cast: reads one byte a value, writes the value once. As `xla.decode`."""
     operands = [message[None]] if residual is None else [message[None], residual]
-    return _decode(operands, codec, alpha, dtype, summed=False, channels=channels, interpret=interpret)
+    return _decode(operands, codec, alpha, dtype, summed=False, channels=channels, **how)
 
 
-def decode_sum(
-    messages: jax.Array, codec: Codec, alpha: jax.Array, dtype: DTypeLike, *, channels: int = 1, interpret: bool = False
-):
+def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, channels: int = 1, **how: bool):
     """Decode u8[n, ..., M] and add the n values in rank order in f32. As `xla.decode_sum`."""
-    return _decode([messages], codec, alpha, dtype, summed=True, channels=channels, interpret=interpret)
+    return _decode([messages], codec, alpha, dtype, summed=True, channels=channels, **how)
 
 
-def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: bool, interpret: bool = False):
+def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: bool, **how: bool):
     """Add n messages in the rotated domain and encode the sum: reads n bytes and writes one. As `xla.reduce`."""
-    result = messages.shape[1:], jnp.uint8
-    return _call(reduce_kernel, "reduce", codec, [messages], alphas, *result, observe=observe, interpret=interpret)
+    how |= {"observe": observe}
+    return _call(reduce_kernel, "reduce", codec, [messages], alphas, messages.shape[1:], jnp.uint8, **how)
 
 
-def _decode(operands: list[jax.Array], codec: Codec, alpha: jax.Array, dtype, *, summed: bool, **options):
+def _decode(
+    operands: list[jax.Array], codec: Codec, alpha: jax.Array, dtype, *, summed: bool, channels: int, **how: bool
+):
     kernel = functools.partial(decode_kernel, summed=summed)
-    shape = operands[0].shape
-    result = (*shape[1:-1], wire.message_columns(shape[-1], codec)), dtype
-    return _call(kernel, "decode", codec, operands, alpha, *result, observe=False, **options)[0]
+    message = operands[0].shape
+    shape = (*message[1:-1], wire.message_columns(message[-1], codec))
+    return _call(kernel, "decode", codec, operands, alpha, shape, dtype, channels=channels, **how)[0]
 
 
 def _call(
@@ -108,15 +114,17 @@ def _call(
     shape: tuple[int, ...],
     dtype: DTypeLike,
     *,
-    observe: bool,
-    interpret: bool,
     channels: int = 1,
+    observe: bool = False,
+    interpret: bool = False,
+    integer_casts: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Run a kernel on tiles of whole blocks of flat arrays; returns its result and the observation."""
     operand, *residual = operands
     columns = operand.shape[-1] if name == "encode" else wire.message_columns(operand.shape[-1], codec)
     rows = math.prod(shape[:-1])
-    tiling = Tiling(codec, rows * columns // codec.block, columns // codec.block, channels)
+    blocks, per_row = rows * columns // codec.block, columns // codec.block
+    tiling = Tiling(codec, blocks, per_row, channels, integer_casts)
     flat = operand.reshape(-1) if name == "encode" else operand.reshape(operand.shape[0], -1)
     flat, alphas, *residual = compat.vary_alike(flat, jnp.ravel(alphas), *(r.reshape(-1) for r in residual))
     if flat.size >= _MAX_SIZE:

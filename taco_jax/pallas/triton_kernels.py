@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from taco_jax.config import Codec
-from taco_jax.pallas import arithmetic
+from taco_jax.pallas import arithmetic, integer_casts
 
 SLOTS = 5
 WARPS = 4
@@ -33,7 +33,7 @@ _MIN_WIDTH = 32
 
 @dataclass(frozen=True)
 class Tiling:
-    """How `blocks` blocks, `per_row` in each row of messages, are dealt out to programs.
+    """How `blocks` blocks, `per_row` in each row of messages, are dealt out to programs, and how they cast.
 
     Neighbours in a block stand `channels` values apart in the values, side by side in the messages.
     """
@@ -42,6 +42,7 @@ class Tiling:
     blocks: int
     per_row: int
     channels: int = 1
+    integer_casts: bool = False
 
     @property
     def rows(self) -> int:
@@ -50,8 +51,9 @@ class Tiling:
 
     @property
     def width(self) -> int:
-        """Columns of one piece."""
-        return max(_MIN_WIDTH, self.codec.block // _MAX_PIECES)
+        """Columns of one piece; integer casts need registers, hence half the pieces."""
+        pieces = _MAX_PIECES // 2 if self.integer_casts else _MAX_PIECES
+        return max(_MIN_WIDTH, self.codec.block // pieces)
 
     @property
     def programs(self) -> int:
@@ -85,7 +87,7 @@ class _Tile:
         return self._load(ref, self._offsets(self.values, columns, self.tiling.channels)).astype(jnp.float32)
 
     def load_payload(self, ref, rank: int, columns: slice) -> jax.Array:
-        return _decoded(self._load(ref, self._offsets(self.payload, columns), rank), self.codec)
+        return _decoded(self._load(ref, self._offsets(self.payload, columns), rank), self.tiling)
 
     def store_values(self, ref, columns: slice, values: jax.Array) -> None:
         self._store(ref, self._offsets(self.values, columns, self.tiling.channels), values)
@@ -132,7 +134,7 @@ class _Tile:
 def encode_kernel(x_ref, alpha_ref, message_ref, seen_ref=None, *, tiling: Tiling):
     """Rotate, scale, clamp and cast: as `xla.encode`."""
     tile, codec = _Tile(tiling), tiling.codec
-    seen = _Seen(codec) if seen_ref is not None else None
+    seen = _Seen(tiling) if seen_ref is not None else None
     scaled = _scaled_adaptive if codec.scale == "adaptive" else _scaled_block
     pieces = scaled(tile, x_ref, alpha_ref[0], message_ref, seen)
     if seen:
@@ -140,7 +142,7 @@ def encode_kernel(x_ref, alpha_ref, message_ref, seen_ref=None, *, tiling: Tilin
     if len(pieces) > len(tiling.columns):
         pieces = _whole(pieces, codec)
     for columns, z in zip(tiling.columns, pieces, strict=True):
-        tile.store_payload(message_ref, columns, _encoded(z, codec))
+        tile.store_payload(message_ref, columns, _encoded(z, tiling))
 
 
 def _scaled_adaptive(tile: _Tile, x_ref, alpha, message_ref, seen) -> list[jax.Array]:
@@ -184,7 +186,7 @@ def _scaled_block(tile: _Tile, x_ref, alpha, message_ref, seen) -> list[jax.Arra
 def reduce_kernel(messages_ref, alpha_ref, message_ref, seen_ref=None, *, tiling: Tiling):
     """Add the ranks' codes and encode the sum, without a transform: as `xla.reduce`."""
     tile, codec = _Tile(tiling), tiling.codec
-    seen = _Seen(codec) if seen_ref is not None else None
+    seen = _Seen(tiling) if seen_ref is not None else None
     ranks, totals = None, {}
     if codec.scale == "block":
         ranks, unit, inverse = _rank_factors(tile, messages_ref)
@@ -201,7 +203,7 @@ def reduce_kernel(messages_ref, alpha_ref, message_ref, seen_ref=None, *, tiling
     for columns in tiling.columns:
         total = totals[columns.start] if totals else _sum(tile, messages_ref, columns, ranks)
         z = total * factor
-        tile.store_payload(message_ref, columns, _encoded(z, codec))
+        tile.store_payload(message_ref, columns, _encoded(z, tiling))
         if seen:
             seen.add_source(total)
             seen.add_signal(total * whole)
@@ -313,19 +315,24 @@ def _clamp(z: jax.Array, limit: float, keep: jax.Array) -> jax.Array:
     return jnp.where(keep, jnp.clip(z, -limit, limit), jnp.nan)
 
 
-def _encoded(z: jax.Array, codec: Codec) -> jax.Array:
+def _encoded(z: jax.Array, tiling: Tiling) -> jax.Array:
     """Return the bytes of values, clamped to the format's range and rounded once."""
+    codec = tiling.codec
     if codec.format == "int8":
         # Added to 1.5 * 2^23 a value is rounded to an integer, ties to even, that the lowest bits hold; NaN gives 0.
         z = jnp.where(z == z, jnp.clip(z, -codec.qmax, codec.qmax), 0.0) + 1.5 * 2.0**23
         return (lax.bitcast_convert_type(z, jnp.int32) & 255).astype(jnp.uint8)
+    if tiling.integer_casts:
+        return integer_casts.encode(z, codec.format)
     z = _clamp(z, codec.qmax, z == z).astype(arithmetic.FORMAT_DTYPE[codec.format])
     return lax.bitcast_convert_type(z, jnp.uint8)
 
 
-def _decoded(payload: jax.Array, codec: Codec) -> jax.Array:
+def _decoded(payload: jax.Array, tiling: Tiling) -> jax.Array:
     """Return the f32 values of bytes."""
-    return lax.bitcast_convert_type(payload, arithmetic.FORMAT_DTYPE[codec.format]).astype(jnp.float32)
+    if tiling.integer_casts and tiling.codec.format != "int8":
+        return integer_casts.decode(payload, tiling.codec.format)
+    return lax.bitcast_convert_type(payload, arithmetic.FORMAT_DTYPE[tiling.codec.format]).astype(jnp.float32)
 
 
 def _exponent(alpha: jax.Array) -> jax.Array:
@@ -343,8 +350,8 @@ class _Seen:
     Blocks behind the last one are loaded as zeros, which count for nothing.
     """
 
-    def __init__(self, codec: Codec):
-        self.codec = codec
+    def __init__(self, tiling: Tiling):
+        self.tiling, self.codec = tiling, tiling.codec
         self.parts: dict[str, jax.Array] = {}
 
     def add_source(self, source: jax.Array) -> None:
@@ -357,7 +364,7 @@ class _Seen:
 
     def add_code(self, z: jax.Array, unit: jax.Array | None) -> None:
         """Add what is cast; `unit` f32[rows] times z is in units of the signal."""
-        error = jnp.clip(z, -arithmetic.OBSERVED, arithmetic.OBSERVED) - _decoded(_encoded(z, self.codec), self.codec)
+        error = jnp.clip(z, -arithmetic.OBSERVED, arithmetic.OBSERVED) - _decoded(_encoded(z, self.tiling), self.tiling)
         if unit is not None:
             error = error * jnp.minimum(unit, arithmetic.OBSERVED)[:, None]
         self._add("noise", _square(error, (z == z) & (jnp.abs(error) < jnp.inf)))

@@ -1,9 +1,10 @@
 """Compile every kernel of some codecs for one GPU: `python -m gpu_aot.kernels GPU CODEC...`, names of `CODECS`.
 
-Each kernel is a program of its own called `CODEC-OPERATION`, which is how the PTX that XLA dumps is told apart. In a
+Each kernel is a program of its own called `CODEC__OPERATION`, which is how the PTX that XLA dumps is told apart. In a
 process of its own, because a failure in LLVM or ptxas ends the process.
 """
 
+import functools
 import sys
 import warnings
 
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from gpu_aot import target
 from taco_jax.config import Codec
-from taco_jax.pallas import triton
+from taco_jax.pallas import triton, triton_sm80
 
 ROWS, COLUMNS, RANKS = 8, 1 << 20, 8
 """A message as the all-reduce sends it: a row for each rank, and scales that leave the next row aligned."""
@@ -35,21 +36,38 @@ CODECS = {
     "int8_plain": Codec("int8", 128),
     "int8_32": Codec("int8", 32, "block"),
     "int8_512": Codec("int8", 512, "block"),
+    "taco_tokens": Codec("e4m3", 128, "block", "adaptive", layout="tokens"),
+    "int8_tokens": Codec("int8", 128, "block", layout="tokens"),
 }
+CHANNELS = 4096
 PRESETS = ("taco", "taco_block", "fp8", "int8")
+CAPABILITIES = {"h200": "9.0", "h100": "9.0", "b200": "10.0", "a100": "8.0"}
+OPERATIONS = ("encode", "reduce", "decode", "decode_residual", "decode_sum")
 
 
-def operations(codec: Codec) -> dict:
+def casts_with_integers(codec: Codec, gpu: str) -> bool:
+    """Return whether `triton` declines the codec there."""
+    return triton.device_unsupported_reason(codec, CAPABILITIES[gpu]) is not None
+
+
+def operations(codec: Codec, gpu: str) -> dict:
     """Return {operation: (function, descriptions of its arguments)}; bf16 values, 8 ranks, with the observation."""
+    implementation = triton_sm80 if casts_with_integers(codec, gpu) else triton
     message = ROWS, COLUMNS + COLUMNS // codec.block * codec.scale_bytes
     x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16)
     one, all_ranks = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in (message, (RANKS, message[1])))
     alpha, alphas = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (2,)))
+    channels = codec.channels((ROWS, CHANNELS))
+    decode, decode_sum = (
+        functools.partial(f, codec=codec, dtype=jnp.bfloat16, channels=channels)
+        for f in (implementation.decode, implementation.decode_sum)
+    )
     return {
-        "encode": (lambda x, a: triton.encode(x, codec, a, observe=True), (x, alpha)),
-        "reduce": (lambda m, a: triton.reduce(m, codec, a, observe=True), (all_ranks, alphas)),
-        "decode": (lambda m, a: triton.decode(m, codec, a, jnp.bfloat16), (one, alpha)),
-        "decode_sum": (lambda m, a: triton.decode_sum(m, codec, a, jnp.bfloat16), (all_ranks, alpha)),
+        "encode": (lambda x, a: implementation.encode(x, codec, a, observe=True, channels=channels), (x, alpha)),
+        "reduce": (lambda m, a: implementation.reduce(m, codec, a, observe=True), (all_ranks, alphas)),
+        "decode": (lambda m, a: decode(m, alpha=a), (one, alpha)),
+        "decode_residual": (lambda m, a, r: decode(m, alpha=a, residual=r), (one, alpha, x)),
+        "decode_sum": (lambda m, a: decode_sum(m, alpha=a), (all_ranks, alpha)),
     }
 
 
@@ -69,5 +87,5 @@ def compile_kernel(name: str, gpu: str, function, arguments) -> None:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
     for codec_name in sys.argv[2:]:
-        for operation, (function, arguments) in operations(CODECS[codec_name]).items():
+        for operation, (function, arguments) in operations(CODECS[codec_name], sys.argv[1]).items():
             compile_kernel(f"{codec_name}__{operation}", sys.argv[1], function, arguments)

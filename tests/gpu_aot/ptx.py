@@ -45,8 +45,14 @@ def find_ptxas() -> str | None:
 
 def read_kernels(folder: Path, prefix: str) -> list[Kernel]:
     """Return the kernels whose name begins with `prefix` from the PTX that XLA dumped into a folder."""
-    texts = [path.read_text() for path in sorted(folder.glob("*.ptx"))]
-    return [_assemble(text) for text in texts if (entry := _ENTRY.search(text)) and entry[1].startswith(prefix)]
+    return [kernel for path in sorted(folder.glob("*.ptx")) for kernel in read_file(path, prefix)]
+
+
+def read_file(path: Path, prefix: str) -> list[Kernel]:
+    """Return the kernel of a file if its name begins with `prefix`; XLA writes one into a file."""
+    text = path.read_text()
+    entry = _ENTRY.search(text)
+    return [_assemble(text)] if entry and entry[1].startswith(prefix) else []
 
 
 def _assemble(text: str) -> Kernel:

@@ -1,4 +1,6 @@
-"""Compile one compressed all-reduce for eight GPUs: `python -m gpu_aot.two_hop GPU FILE` writes its HLO to FILE.
+"""Compile one compressed all-reduce for eight GPUs: `python -m gpu_aot.two_hop GPU FILE [IMPLEMENTATION]`.
+
+Writes its HLO to FILE.
 
 In a process of its own, because a failure in LLVM or ptxas ends the process, and because XLA reads once where to dump
 the PTX.
@@ -19,10 +21,10 @@ from gpu_aot import target
 ROWS, COLUMNS, RANKS = 8192, 4096, 8
 
 
-def compile_psum(gpu: str) -> str:
+def compile_psum(gpu: str, implementation: str = "triton") -> str:
     """Return the optimised HLO of `taco_jax.psum` of bf16[8192, 4096] per shard under `check_vma=True`."""
     mesh = target.mesh(gpu, {"tp": RANKS})
-    compression = taco_jax.Compression.named("taco", implementation="triton")
+    compression = taco_jax.Compression.named("taco", implementation=implementation)
 
     def all_reduce(x, scales):
         return taco_jax.psum(x, "tp", compression=compression, scales=scales, name="mlp")
@@ -35,4 +37,4 @@ def compile_psum(gpu: str) -> str:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
-    Path(sys.argv[2]).write_text(compile_psum(sys.argv[1]))
+    Path(sys.argv[2]).write_text(compile_psum(sys.argv[1], *sys.argv[3:]))

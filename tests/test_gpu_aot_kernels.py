@@ -1,0 +1,90 @@
+"""Every Triton kernel, compiled for each GPU on a machine without one; `test_gpu_aot.py` says what that needs."""
+
+import os
+
+import pytest
+from gpu_aot import kernels, resources
+from test_gpu_aot import missing_tool
+
+from taco_jax.config import Codec
+from taco_jax.pallas.triton_kernels import WARPS, Tiling
+
+pytestmark = pytest.mark.gpu_aot
+
+ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "b200": "sm_100a", "a100": "sm_80"}
+ROOM = 16
+"""Registers below the table that call for a tighter table."""
+UPDATE = "PYTHONPATH=tests:. python -m gpu_aot.resources --write"
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def compiled(request, tmp_path_factory):
+    """The GPU, and {(codec, operation): its kernel and cost}."""
+    if reason := missing_tool():
+        (pytest.fail if os.environ.get("TACO_REQUIRE_GPU_AOT") else pytest.skip)(reason)
+    return request.param, resources.compile_all(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_registers_hold_everything(compiled):
+    gpu, found = compiled
+    for name, (kernel, _) in found.items():
+        assert kernel.arch == ARCHITECTURES[gpu], name
+        assert (kernel.stack, kernel.spill_stores, kernel.spill_loads) == (0, 0, 0), name
+        assert kernel.count(r"(ld|st)\.local") == 0, name
+
+
+def test_no_kernel_needs_more_than_the_table_says(compiled, capsys):
+    """Of registers, whose number decides how many programs run at once, and of shared memory."""
+    gpu, found = compiled
+    allowed = resources.read_table()[gpu]
+    assert allowed.keys() == found.keys(), f"the table has other kernels: {UPDATE}"
+    worse = [
+        f"{gpu} {name}: {f.cost}, at most {allowed[name]}" for name, f in found.items() if f.cost.exceeds(allowed[name])
+    ]
+    assert not worse, "\n".join([*worse, f"if that is the price of something: {UPDATE}"])
+    better = [name for name, f in found.items() if f.cost.registers < allowed[name].registers - ROOM]
+    if better:
+        with capsys.disabled():
+            print(f"\n{gpu}: {better} need over {ROOM} registers less than the table says: {UPDATE}")
+
+
+def values_per_thread(codec: Codec, gpu: str) -> int:
+    tiling = Tiling(codec, 1 << 20, 1 << 10, integer_casts=kernels.casts_with_integers(codec, gpu))
+    return tiling.rows * codec.block // (32 * WARPS)
+
+
+def test_every_access_to_the_tensor_has_16_bytes(compiled):
+    """And each byte moves once. The other accesses are to scales, alphas and the observation, at most 4 bytes each."""
+    gpu, found = compiled
+    for name, (kernel, _) in found.items():
+        codec, operation = kernels.CODECS[name[0]], name[1]
+        values = values_per_thread(codec, gpu)
+        reads = values * {"encode": 2, "decode": 1, "decode_residual": 3}.get(operation, kernels.RANKS)
+        writes = values * (2 if operation.startswith("decode") else 1)
+        for direction, size in (("ld", reads), ("st", writes)):
+            wide = kernel.count(rf"{direction}\.global\.(v4\.b32|v2\.b64)$")
+            assert wide * 16 == size, (name, direction)
+            assert kernel.count(rf"{direction}\.global\.\w*\.?(b128|v2\.b32|v4\.b16|v8)") == 0, (name, direction)
+
+
+def test_the_hardware_converts(compiled):
+    """Two values with one instruction; `int8` and GPUs before sm_89 have none."""
+    gpu, found = compiled
+    for name, (kernel, _) in found.items():
+        codec, operation = kernels.CODECS[name[0]], name[1]
+        packed = kernel.count(r"cvt\.[\w.]*(e4m3|e5m2)")
+        if codec.format == "int8" or kernels.casts_with_integers(codec, gpu):
+            assert packed == 0, name
+            continue
+        pairs = values_per_thread(codec, gpu) // 2
+        if operation in ("encode", "reduce"):
+            assert kernel.count(rf"cvt\.rn\.satfinite\.{codec.format}x2\.f32$") >= pairs, name
+        if operation != "encode":
+            ranks = kernels.RANKS if operation in ("reduce", "decode_sum") else 1
+            assert kernel.count(rf"cvt\.rn\.f16x2\.{codec.format}x2$") >= pairs * ranks, name
+
+
+def test_subnormal_values_are_kept(compiled):
+    """As plain jnp keeps them on a GPU; else the two implementations' bytes differ."""
+    _, found = compiled
+    assert all(kernel.count(r".*\.ftz") == 0 for kernel, _ in found.values())
