@@ -78,9 +78,13 @@ def contract_suite(target: Target, options: Options) -> dict[str, Any]:
     files = [file for file in _SUITE if (_ROOT / file).exists()]
     if not files:
         return {"passed": False, "tail": [f"there is no {_ROOT / _SUITE[0]}: run it from a checkout"]}
-    command = [sys.executable, "-m", "pytest", "-v", "-n", "4", "--dist", "load", "-m", _MARKS, *files]
+    workers = str(min(8, os.cpu_count() or 1))
+    # Warnings of a GPU's own, as that Pallas' Triton backend is deprecated, are no failures here.
+    command = [sys.executable, "-m", "pytest", "-v", "-W", "default", "-n", workers, "--dist", "load", "-m", _MARKS]
+    if jax.device_count() < 4:
+        command += ["-k", "not collectives"]
     environment = {"TACO_CONTRACT_IMPLEMENTATIONS": ",".join(wanted), "JAX_PLATFORMS": ""}
-    lines, code = _run(command, environment, options.suite_seconds)
+    lines, code = _run([*command, *files], environment, options.suite_seconds)
     counts, failures = outcomes(lines)
     complete = all(counts.get(name, {}).get("PASSED") for name in wanted)
     return {

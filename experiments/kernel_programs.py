@@ -4,11 +4,9 @@ Sizes are those of an all-reduce of one bf16 tensor on n ranks: x[n, C] is encod
 decode_sum add n messages, decode takes n messages. A figure per value is per value of that tensor, n C in all.
 """
 
-import importlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -98,16 +96,19 @@ def find_target(name: str) -> Target:
 
 
 def programs(target: Target, presets: tuple[str, ...]) -> tuple[list[Program], list[str]]:
-    """Return the operations that are served on a device, and a line for each preset that an implementation declines."""
-    served, declined = [], []
+    """Return the operations that are served on a device, and a line for each reason why one is not."""
+    served: list[Program] = []
+    declined: dict[tuple[str, str], list[str]] = {}
     for preset in presets:
         for name in registry.IMPLEMENTATIONS:
             found = [Program(preset, operation, name) for operation in OPERATIONS]
-            if reason := _declined(name, found[0].codec, target):
-                declined.append(f"{name} does not serve {preset} there: {reason}")
+            at = target.platform, target.capability
+            if reason := registry.unsupported_reason(name, found[0].codec, jnp.bfloat16, *at):
+                declined.setdefault((name, reason), []).append(preset)
             else:
                 served += found
-    return sorted(served, key=lambda p: (presets.index(p.preset), OPERATIONS.index(p.operation))), declined
+    lines = [f"{name} does not serve {', '.join(names)}: {reason}" for (name, reason), names in declined.items()]
+    return sorted(served, key=lambda p: (presets.index(p.preset), OPERATIONS.index(p.operation))), lines
 
 
 def floor(operation: str, ranks: int) -> float:
@@ -156,11 +157,3 @@ def compile_program(program: Program, target: Target, ranks: int, columns: int) 
 
 def _alone(device: jax.Device) -> Mesh:
     return jax.make_mesh((1,), ("one",), (jax.sharding.AxisType.Auto,), devices=[device])
-
-
-def _declined(name: str, codec: Codec, target: Target) -> str | None:
-    module: ModuleType = importlib.import_module(f"taco_jax.pallas.{name}")
-    reason = None
-    if hasattr(module, "device_unsupported_reason"):
-        reason = module.device_unsupported_reason(codec, target.capability)
-    return reason or module.unsupported_reason(codec, jnp.dtype(jnp.bfloat16))

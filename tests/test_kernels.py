@@ -84,7 +84,7 @@ def test_command_counts_and_times_on_a_cpu(tmp_path, capsys):
     command = ["--device=cpu", "--presets", "taco", "--ranks=4", "--mib=1", "--time", f"--json={tmp_path / 'k.json'}"]
     assert kernels.main(command) == 0
     printed = capsys.readouterr().out
-    assert "this machine's CPU" in printed and "triton does not serve taco there: it is for NVIDIA GPUs" in printed
+    assert "this machine's CPU" in printed and "triton does not serve taco: it is for NVIDIA GPUs" in printed
     report = json.loads((tmp_path / "k.json").read_text())
     rows, times = report["traffic"], report["times"]
     assert [row["operation"] for row in rows] == [t["operation"] for t in times] == list(OPERATIONS)
