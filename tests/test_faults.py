@@ -151,6 +151,7 @@ def test_a_second_signal_quits_at_once(number):  # P6
     assert done.stdout == f"exit code {128 + number}\n"
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(uninterrupted, compiled_once, tmp_path):  # K4
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     for file in (tmp_path / "checkpoints" / "6" / "state").rglob("manifest.ocdbt"):

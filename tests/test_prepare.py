@@ -205,6 +205,7 @@ def test_a_kill_between_the_two_files_leaves_no_sidecar_of_another_file():
         load_corpus(DataConfig(path="x.bin"))
 
 
+@pytest.mark.slow
 def test_the_trainer_learns_from_a_prepared_file(folder, capsys):
     Path("long.txt").write_text("The quick brown fox jumps over the lazy dog. \n" * 400)
     assert prepare.main(["long.txt", "--out=x.bin", f"--tokenizer={gpt2_folder()}"]) == 0

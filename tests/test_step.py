@@ -105,7 +105,7 @@ def assert_equal_on_all_ranks(tree):
     ("sizes", "sections"),
     [
         ({"dp": 2, "pp": 2, "tp": 2}, {}),
-        ({"dp": 1, "pp": 4, "tp": 2}, {"model": {"tie_embeddings": False}}),
+        pytest.param({"dp": 1, "pp": 4, "tp": 2}, {"model": {"tie_embeddings": False}}, marks=pytest.mark.slow),
         ({"dp": 2, "pp": 4, "tp": 1}, {"parallel": {"num_microbatches": 1}}),
     ],
     ids=["dp2,pp2,tp2", "untied-dp1,pp4,tp2", "one-microbatch-dp2,pp4,tp1"],
@@ -139,6 +139,7 @@ def steps(program, state, count, seed=0):
     return np.array(found), state
 
 
+@pytest.mark.slow
 def test_training_is_the_same_on_every_mesh():
     one, many = program_on(LARGER, 1, 1, 1), program_on(LARGER, 2, 2, 2)
     want, _ = steps(one, one.init(1), 3)

@@ -89,7 +89,7 @@ def test_a_residual_is_added_before_the_rounding(codec, channels, implementation
     assert (twice != exact.astype(ml_dtypes.bfloat16).astype(np.float32))[np.isfinite(exact)].any()
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_results_are_laid_out_as_by_lax(chunks):
     """Every collective, on integers that the codec keeps; 96 and 288 tokens of 5 channels."""
     ranks, codec = 3, dataclasses.replace(EXACT, layout="tokens")
