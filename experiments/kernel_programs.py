@@ -4,6 +4,7 @@ Sizes are those of an all-reduce of one bf16 tensor on n ranks: x[n, C] is encod
 decode_sum add n messages, decode takes n messages. A figure per value is per value of that tensor, n C in all.
 """
 
+import functools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,12 +96,14 @@ def find_target(name: str) -> Target:
     return Target(targets.mesh(name, {"one": 1}), "gpu", _CAPABILITY[name], label, False)
 
 
-def programs(target: Target, presets: tuple[str, ...]) -> tuple[list[Program], list[str]]:
+def programs(
+    target: Target, presets: tuple[str, ...], implementations: tuple[str, ...] = registry.IMPLEMENTATIONS
+) -> tuple[list[Program], list[str]]:
     """Return the operations that are served on a device, and a line for each reason why one is not."""
     served: list[Program] = []
     declined: dict[tuple[str, str], list[str]] = {}
     for preset in presets:
-        for name in registry.IMPLEMENTATIONS:
+        for name in implementations:
             found = [Program(preset, operation, name) for operation in OPERATIONS]
             at = target.platform, target.capability
             if reason := registry.unsupported_reason(name, found[0].codec, jnp.bfloat16, *at):
@@ -128,6 +131,7 @@ def alpha_shape(program: Program) -> tuple[int, ...]:
     return (2,) if program.operation == "reduce" else ()
 
 
+@functools.cache
 def compile_program(program: Program, target: Target, ranks: int, columns: int) -> jax.stages.Compiled:
     """Compile one operation; its arguments are the operand and the alpha f32[], for reduce those of both hops, f32[2].
 

@@ -5,8 +5,8 @@ writes its results. The device is this machine's GPU, without one an H200 where 
 the CPU, in plain jnp. The floors, for n ranks, are 3 (encode), 1 + 1/n (reduce), 3 (decode) and 1 + 2/n (decode_sum)
 bytes per value of the bf16 tensor of one rank, whose n messages or parts the operation takes.
 
-python -m experiments.kernels [--device NAME] [--presets NAME...] [--time | --count-only] [--sizes-mib N...]
-    [--json FILE]
+python -m experiments.kernels [--device NAME] [--presets NAME...] [--implementations NAME...]
+    [--time | --count-only] [--sizes-mib N...] [--json FILE]
 """
 
 import json
@@ -25,6 +25,7 @@ from rich.table import Table
 from experiments.kernel_programs import PRESETS, Program, Target, compile_program, find_target, floor, programs
 from experiments.kernel_times import Effort, Timing, seconds_of_calls, timings
 from experiments.kernel_traffic import read_traffic
+from taco_jax.pallas import registry
 
 _GPU, _CPU = (4, 16, 64, 256), (1,)
 """Sizes to time by default."""
@@ -38,6 +39,9 @@ class Options:
         "auto"
     )
     presets: tuple[str, ...] = PRESETS
+    implementations: Annotated[
+        tuple[str, ...], tyro.conf.arg(help="only these of the registry's, beside xla; by default all")
+    ] = registry.IMPLEMENTATIONS
     ranks: Annotated[int, tyro.conf.arg(help="messages that reduce and decode_sum add")] = 8
     mib: Annotated[int, tyro.conf.arg(help="size of the bf16 tensor whose programs are counted")] = 64
     time: Annotated[
@@ -75,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"python -m experiments.kernels: error: {error}", file=sys.stderr)
         return 2
-    found, declined = programs(target, options.presets)
+    chosen = tuple(name for name in registry.IMPLEMENTATIONS if name in (*options.implementations, "xla"))
+    found, declined = programs(target, options.presets, chosen)
     report: dict[str, Any] = {
         "device": target.label,
         "jax": jax.__version__,
@@ -113,6 +118,10 @@ def check(options: Options) -> None:
     unknown = [name for name in options.presets if name not in PRESETS]
     if unknown or not options.presets:
         raise ValueError(f"--presets must be some of {', '.join(PRESETS)}, got {', '.join(unknown) or 'none'}")
+    if unknown := [name for name in options.implementations if name not in registry.IMPLEMENTATIONS]:
+        raise ValueError(
+            f"--implementations must be some of {', '.join(registry.IMPLEMENTATIONS)}, got {', '.join(unknown)}"
+        )
     if not 1 <= options.ranks <= 64 or options.ranks & (options.ranks - 1):
         raise ValueError(f"--ranks must be a power of two up to 64, got {options.ranks}")
     sizes = options.mib, *options.sizes_mib

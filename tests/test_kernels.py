@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from experiments import gpu_check, kernels, targets
-from experiments.kernel_programs import OPERATIONS
+from experiments.kernel_programs import OPERATIONS, Target
 from experiments.kernel_traffic import Traffic, read_traffic
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +39,32 @@ def test_a_transpose_moves_8_bytes_per_element():
 
 def test_a_fused_slice_counts_the_slice():
     assert traffic(lambda x: x[100:200] * 2 + 1, X) == Traffic(400, 400, 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["  ROOT %y = f32[100]{0} slice(%p), slice={[100:200]}"], Traffic(400, 400, 1)),
+        (["  %b = f32[10,100]{1,0} bitcast(%p)", "  ROOT %y = f32[10,100]{1,0} copy(%b)"], Traffic(4000, 4000, 1)),
+        (["  ROOT %y = f32[1000]{0} add(%p, %p)"], Traffic(4000, 4000, 1)),
+        (
+            [
+                "  %y = (f32[1000]{0}, f32[1000]{0}, u32[]) copy-start(%p)",
+                "  ROOT %z = f32[1000]{0} copy-done(%y)",
+            ],
+            Traffic(4000, 4000, 1),
+        ),
+        (['  ROOT %y = (u8[1000]{0}, f32[5]{0}) custom-call(%p), custom_call_target="t"'], Traffic(4000, 1020, 1)),
+    ],
+)
+def test_what_is_no_fusion(lines, expected):
+    assert read_traffic(module("  %p = f32[1000]{0} parameter(0)", *lines)) == expected
+
+
+def test_slices_of_one_operand_are_no_more_than_the_operand():
+    halves = traffic(lambda x: x[:500] + x[500:], X)
+    assert halves == Traffic(4000, 2000, 1)
+    assert traffic(lambda x: x[:800] * x[200:] * x[100:900], X) == Traffic(4000, 3200, 1)
 
 
 def test_an_update_in_place_counts_the_update():
@@ -102,6 +128,7 @@ def test_command_counts_and_times_on_a_cpu(tmp_path, capsys):
     [
         (["--device=v100"], "auto, cpu or one of a100, h100, h200, b200, got 'v100'"),
         (["--presets", "paper"], "taco, taco_block, fp8, int8, got paper"),
+        (["--implementations", "cuda"], "triton, triton_sm80, mosaic_gpu, xla, got cuda"),
         (["--ranks=3"], "a power of two up to 64, got 3"),
         (["--mib=0"], "1 MiB or more, got 0"),
         (["--count-only", "--sizes-mib", "4"], "asks for times"),
@@ -121,6 +148,12 @@ def test_no_gpu_is_one_line(tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "this machine has no GPU that JAX can use" in error and error.count("\n") == 1
     assert not (tmp_path / "g.json").exists()
+
+
+def test_gpu_check_leaves_out_the_kernels_for_older_gpus():
+    at = {"mesh": None, "platform": "gpu", "label": "", "real": True}
+    newer, older = (gpu_check.implementations(Target(capability=c, **at)) for c in ("8.9", "8.0"))
+    assert (newer, older) == (["triton"], ["triton_sm80"])
 
 
 def test_outcomes_count_for_each_implementation():
