@@ -16,7 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
     ]
 ).strip()
-jax.config.update("jax_platforms", "cpu")
+if not os.environ.get("TACO_CONTRACT_IMPLEMENTATIONS"):
+    jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 

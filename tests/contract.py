@@ -7,6 +7,7 @@ other one against `xla`, whose bytes and values it must reproduce: to the bit, o
 import functools
 import importlib
 import itertools
+import os
 from dataclasses import dataclass
 
 import jax
@@ -36,7 +37,9 @@ OBSERVED_TOLERANCE = 2e-5
 """Sums of one sign in another order."""
 NAN = 0x7F
 INTERPRETED = ("triton_interpret", "mosaic_gpu_interpret")
-TENSOR_CORES = ("mosaic_gpu_interpret",)
+OTHERS = tuple(filter(None, os.environ.get("TACO_CONTRACT_IMPLEMENTATIONS", "").split(","))) or INTERPRETED
+"""What is held against `xla`: interpreted on a CPU, or those named in the environment, on this machine's device."""
+TENSOR_CORES = ("mosaic_gpu", "mosaic_gpu_interpret")
 """Those that rotate by a matrix product: exact on integers, else one step off in few codes."""
 STEPS_OFF = 1e-4
 """Share of the codes."""

@@ -111,7 +111,7 @@ def test_field_cases_of_sums(implementation, codec, dtype):
         np.testing.assert_array_equal(y[fourth], 0)
 
 
-@served(contract.INTERPRETED, {"taco": TACO, "taco_block": TACO_BLOCK}, slower=())
+@served(contract.OTHERS, {"taco": TACO, "taco_block": TACO_BLOCK}, slower=())
 def test_extremes(implementation, codec, dtype):
     """Subnormal values, values whose product with alpha overflows, saturated and non-finite ones."""
     x = np.random.default_rng(2).standard_normal((64, 128)).astype(np.float32)
@@ -129,7 +129,7 @@ def test_extremes(implementation, codec, dtype):
         np.testing.assert_allclose(also, seen, rtol=contract.OBSERVED_TOLERANCE, atol=1e-30)
 
 
-@served(contract.INTERPRETED, {"taco": TACO, "fp8-32": Codec("e4m3", 32)})
+@served(contract.OTHERS, {"taco": TACO, "fp8-32": Codec("e4m3", 32)})
 def test_sums_of_arbitrary_messages(implementation, codec, dtype):
     """All bytes, NaN and scales that no encoder writes among them; ratios of alphas beyond what f32 divides."""
     case = contract.Case("reduce", "bfloat16", 128 * 33, "", codec.format, codec.block, codec.hadamard, 5)
@@ -165,7 +165,7 @@ def reduce_scatter(x, **options):
     "implementation",
     [
         pytest.param(i, marks=[pytest.mark.skip(reason=f"{i}: {ONE_DEVICE[i]}")] if i in ONE_DEVICE else [])
-        for i in contract.INTERPRETED
+        for i in contract.OTHERS
     ],
 )
 @pytest.mark.parametrize(("collective", "preset"), [
