@@ -31,6 +31,14 @@ def program_log(caplog, monkeypatch):
     return caplog
 
 
+@pytest.fixture(scope="module")
+def quickly_compiled():
+    """Compile without LLVM's optimisations, which take a third of the time; for files that compare within budgets."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @contextlib.contextmanager
 def _compiled_into(folder):
     settings = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}

@@ -17,6 +17,8 @@ from taco_jax.models.layers import causal_attention, cross_entropy
 from taco_jax.sharding import rules
 from taco_jax.sharding.tensor_parallel import SingleDevice
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = GPTConfig(
     num_layers=3, hidden_size=32, num_heads=4, vocab_size=300, max_positions=16, intermediate_size=64, dtype="float32"
 )

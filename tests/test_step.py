@@ -25,6 +25,8 @@ from experiments.config import (
 from taco_jax.models.gpt import init_parameters
 from taco_jax.sharding.data_parallel import global_norm
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 VOCAB = 300
 CONFIG = TrainConfig(
     compression="none",

@@ -15,6 +15,8 @@ from test_step import VOCAB, assert_equal_on_all_ranks, change, noisy_parameters
 
 from taco_jax.scales import ALPHA, BACKWARD, FORWARD, SKIPPED, UPDATES
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 CONFIG = change(compression="taco", dtype="bfloat16", data={"batch_size": 12})
 MESH = (2, 2, 2)
 NUM_INPUTS = 20
