@@ -62,7 +62,15 @@ def test_same_bits(implementation, case):
     contract.assert_reproduces(case, case.op, contract.values(case, hostile=True), implementation)
 
 
+@pytest.fixture
+def forgotten():
+    """Free what a test compiled: each of some 1,800 programs maps memory, and a process has 65,530 maps at most."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("forgotten")
 @every_case(contract.OTHERS, whole_product)
 def test_same_bits_of_every_codec(implementation, case):
     for op in contract.FACTORS["op"]:
