@@ -27,6 +27,12 @@ _CALLEES = re.compile(
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+FREE_OPCODES = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier", "add-dependency", "domain",
+})  # fmt: skip
+"""What names or arranges buffers and starts nothing on a device."""
 _SHARE_OR_COND = re.compile(r"share\.(\d+)\.(\d+)|(?<=/)(cond)(?=/|$)")
 
 
@@ -44,6 +50,15 @@ class Instruction:
         """Path of named scopes and transformations that led to it."""
         match = _OP_NAME.search(self.rest)
         return match.group(1) if match else ""
+
+    @cached_property
+    def operands(self) -> list[str]:
+        """Names of the operands, in order."""
+        depth, end = 1, 0
+        while depth and end < len(self.rest):
+            depth += {"(": 1, ")": -1}.get(self.rest[end], 0)
+            end += 1
+        return _OPERAND.findall(self.rest[:end])
 
     @cached_property
     def callees(self) -> list[tuple[str, str]]:
@@ -159,20 +174,26 @@ def parse_module(text: str) -> tuple[str, dict[str, list[Instruction]]]:
     return entry, computations
 
 
-def _operands(instruction: Instruction, types: dict[str, str]) -> tuple[tuple[str, int], ...]:
-    depth, end = 1, 0
-    while depth:
-        depth += {"(": 1, ")": -1}.get(instruction.rest[end], 0)
-        end += 1
-    names = re.findall(r"%([\w.\-]+)", instruction.rest[:end])
+def array_sizes(type_: str) -> list[tuple[str, int]]:
+    """Return (element type, bytes) of each array in the text of a type; tokens and the like are left out."""
     sizes = []
-    for dtype, dimensions in _ARRAY.findall(" ".join(types[name] for name in names)):
+    for dtype, dimensions in _ARRAY.findall(type_):
         bits = element_bits(dtype)
         if bits is not None:
             elements = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
             sizes.append((dtype, elements * bits // 8))
+    return sizes
+
+
+def array_bytes(type_: str) -> int:
+    """Return the bytes of all arrays in the text of a type."""
+    return sum(size for _, size in array_sizes(type_))
+
+
+def _operands(instruction: Instruction, types: dict[str, str]) -> tuple[tuple[str, int], ...]:
+    sizes = [size for name in instruction.operands for size in array_sizes(types[name])]
     if not sizes:
-        raise ValueError(f"%{instruction.name} has no array operand: {instruction.rest[:end]}")
+        raise ValueError(f"%{instruction.name} has no array operand: {', '.join(instruction.operands)}")
     return tuple(sizes)
 
 

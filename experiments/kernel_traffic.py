@@ -4,18 +4,10 @@ Every instruction outside of fusions that becomes a kernel reads its operands an
 kernel reads again from caches is free. An operand that is only sliced counts the slices, an update in place the update.
 """
 
-import math
-import re
 from dataclasses import dataclass
 
-from experiments.hlo import Instruction, parse_module, trip_count
-from experiments.traffic import element_bits
+from experiments.hlo import FREE_OPCODES, Instruction, array_bytes, parse_module, trip_count
 
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
-_FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"),
-    *("partition-id", "replica-id", "domain", "add-dependency"),
-}
 _SLICES = ("slice", "dynamic-slice", "gather")
 
 
@@ -52,7 +44,7 @@ def _traffic(name: str, computations: dict[str, list[Instruction]]) -> Traffic:
     for instruction in computations[name]:
         callees = [(kind, callee) for kind, callee in instruction.callees if callee in computations]
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        if opcode in FREE_OPCODES or opcode.endswith(("-done", "-update")):
             continue
         if opcode == "conditional":
             raise ValueError(f"cannot count %{instruction.name}: which branch of a conditional runs is not known")
@@ -74,14 +66,14 @@ def _traffic(name: str, computations: dict[str, list[Instruction]]) -> Traffic:
 
 
 def _kernel(instruction: Instruction, types: dict[str, str]) -> Traffic:
-    operands = _operands(instruction)
-    result = _bytes(instruction.type)
+    operands = instruction.operands
+    result = array_bytes(instruction.type)
     if instruction.opcode in _SLICES:
         return Traffic(result, result, 1)
     if instruction.opcode == "dynamic-update-slice":
-        update = _bytes(types[operands[1]])
+        update = array_bytes(types[operands[1]])
         return Traffic(update, update, 1)
-    read = sum(_bytes(types[name]) for name in dict.fromkeys(operands))
+    read = sum(array_bytes(types[name]) for name in dict.fromkeys(operands))
     # The result of a started copy is a tuple of destination, source and context.
     return Traffic(read, read if instruction.opcode == "copy-start" else result, 1)
 
@@ -92,24 +84,24 @@ def _fusion(instruction: Instruction, types: dict[str, str], body: list[Instruct
     for parameter in body:
         if parameter.opcode != "parameter":
             continue
-        operand = _operands(instruction)[int(parameter.rest.split(")")[0])]
+        operand = instruction.operands[int(parameter.rest.split(")")[0])]
         if operand not in seen:
             read += _fused_read(parameter, body)
             seen.add(operand)
     root = body[-1]
-    results = [by_name[name] for name in _operands(root)] if root.opcode == "tuple" else [root]
+    results = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
     return Traffic(read, sum(_fused_write(result, by_name) for result in results), 1)
 
 
 def _fused_read(source: Instruction, body: list[Instruction]) -> int:
     """Return what a fused kernel reads of one operand: no more than the operand."""
-    total, whole = 0, _bytes(source.type)
+    total, whole = 0, array_bytes(source.type)
     for user in body:
-        operands = _operands(user)
+        operands = user.operands
         if source.name not in operands or user is source:
             continue
         if user.opcode in _SLICES and operands[0] == source.name:
-            total += _bytes(user.type)
+            total += array_bytes(user.type)
         elif user.opcode == "bitcast":
             total += _fused_read(user, body)
         elif user.opcode != "dynamic-update-slice" or operands[0] != source.name:
@@ -120,25 +112,7 @@ def _fused_read(source: Instruction, body: list[Instruction]) -> int:
 def _fused_write(result: Instruction, by_name: dict[str, Instruction]) -> int:
     inner = result
     while inner.opcode == "bitcast":
-        inner = by_name[_operands(inner)[0]]
+        inner = by_name[inner.operands[0]]
     if inner.opcode == "dynamic-update-slice":
-        return _bytes(by_name[_operands(inner)[1]].type)
-    return _bytes(result.type)
-
-
-def _operands(instruction: Instruction) -> list[str]:
-    if instruction.opcode in ("parameter", "constant"):
-        return []
-    depth, end = 1, 0
-    while depth:
-        depth += {"(": 1, ")": -1}.get(instruction.rest[end], 0)
-        end += 1
-    return re.findall(r"%([\w.\-]+)", instruction.rest[:end])
-
-
-def _bytes(type_: str) -> int:
-    total = 0
-    for dtype, dimensions in _ARRAY.findall(type_):
-        elements = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
-        total += elements * (element_bits(dtype) or 0) // 8
-    return total
+        return array_bytes(by_name[inner.operands[1]].type)
+    return array_bytes(result.type)

@@ -3,26 +3,18 @@
 Where a module says `is_scheduled=true`, the order of its text is the order in which work and transfers start.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from experiments.hlo import Instruction, parse_module, read_collectives, trip_count
-from experiments.traffic import Collective, element_bits
+from experiments.hlo import FREE_OPCODES, Instruction, array_bytes, parse_module, read_collectives, trip_count
+from experiments.traffic import Collective
 
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
-_OPERAND = re.compile(r"%([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _OUR_KERNEL = re.compile(r"(?:^|/)(taco_\w+)/[^/]+$")
 _COMMUNICATION = re.compile(r"(all-|reduce-scatter|collective-|ragged-|send|recv)")
-# What names or arranges buffers and starts nothing on the device.
-_FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier", "add-dependency", "domain",
-}  # fmt: skip
 _CONTROL = {"while", "call", "conditional", "async-start"}
 
 
@@ -147,19 +139,19 @@ class _Module:
     def _end_of(self, body: list[Instruction], position: int) -> int:
         """Return the position of the `-done` of an asynchronous instruction, its own if it has none."""
         for later in range(position + 1, len(body)):
-            if body[later].opcode.endswith("-done") and body[position].name in _operand_names(body[later]):
+            if body[later].opcode.endswith("-done") and body[position].name in body[later].operands:
                 return later
         return position
 
     def _work(self, instruction: Instruction, types: Mapping[str, str]) -> Work | None:
         """Return what an instruction launches; None for buffers' names, communication and the end of something."""
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode in _FREE or opcode.endswith(("-done", "-update")) or _COMMUNICATION.match(opcode):
+        if opcode in FREE_OPCODES or opcode.endswith(("-done", "-update")) or _COMMUNICATION.match(opcode):
             return None
         called = [name for _, name in instruction.callees if name in self.computations]
         if opcode in ("fusion", "async") and any(self._contains(name, _COMMUNICATION) for name in called):
             return None
-        moved = sum(_bytes(types.get(name, "")) for name in _operand_names(instruction)) + _bytes(instruction.type)
+        moved = sum(array_bytes(types.get(name, "")) for name in instruction.operands) + array_bytes(instruction.type)
         kernel = _OUR_KERNEL.search(instruction.op_name) if opcode == "custom-call" else None
         if kernel:
             return Work(kernel[1], "kernel", moved)
@@ -181,19 +173,3 @@ class _Module:
 
 def _is_long(work: Work, wire_bytes: Fraction) -> bool:
     return work.kind in ("kernel", "gemm", "loop") or (work.kind != "other" and work.moved_bytes >= wire_bytes)
-
-
-def _operand_names(instruction: Instruction) -> list[str]:
-    depth, end = 1, 0
-    while depth and end < len(instruction.rest):
-        depth += {"(": 1, ")": -1}.get(instruction.rest[end], 0)
-        end += 1
-    return _OPERAND.findall(instruction.rest[:end])
-
-
-def _bytes(type_: str) -> int:
-    total = 0
-    for dtype, dimensions in _ARRAY.findall(type_):
-        elements = math.prod(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
-        total += elements * (element_bits(dtype) or 0) // 8
-    return total
