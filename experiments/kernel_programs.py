@@ -23,7 +23,6 @@ from taco_jax.pallas import registry
 
 OPERATIONS = ("encode", "reduce", "decode", "decode_sum")
 PRESETS = ("taco", "taco_block", "fp8", "int8")
-_CAPABILITY = {"a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0"}
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ def find_target(name: str) -> Target:
         return Target(_alone(jax.devices("cpu")[0]), "cpu", "", "this machine's CPU", True)
     if reason := targets.missing_compiler():
         raise ValueError(reason)
-    label = f"{name.upper()} ({_CAPABILITY[name]}), described: compiled for it, not run"
-    return Target(targets.mesh(name, {"one": 1}), "gpu", _CAPABILITY[name], label, False)
+    label = f"{name.upper()} ({targets.CAPABILITIES[name]}), described: compiled for it, not run"
+    return Target(targets.mesh(name, {"one": 1}), "gpu", targets.CAPABILITIES[name], label, False)
 
 
 def programs(

@@ -23,6 +23,8 @@ _DEVICES = {
 
 
 GPUS = tuple(_DEVICES)
+CAPABILITIES = {"a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0"}
+"""Compute capability of each, as JAX spells it."""
 
 
 def missing_compiler() -> str | None:

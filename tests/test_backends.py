@@ -6,7 +6,7 @@ import jax
 import pytest
 from gpu_aot import kernels, resources
 
-from experiments import backends
+from experiments import backends, targets
 from taco_jax import PRESETS
 from taco_jax.pallas import registry
 
@@ -54,7 +54,7 @@ def test_one_is_chosen_and_triton_comes_first(answers):
 def test_what_is_said_to_be_compiled_is_what_the_tests_compile():
     held = resources.read_table()
     for (implementation, capability), presets in backends.COMPILED_FOR.items():
-        for gpu, of_gpu in kernels.CAPABILITIES.items():
+        for gpu, of_gpu in targets.CAPABILITIES.items():
             if of_gpu != capability or implementation == "mosaic_gpu":
                 continue
             integers = {p for p in presets if kernels.casts_with_integers(kernels.CODECS[p], gpu)}

@@ -10,16 +10,10 @@ without its dependencies, and an assembler:
 With TACO_REQUIRE_GPU_AOT set, a missing part is a failure instead of a skip.
 """
 
-import importlib.metadata
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import jax
 import pytest
-from gpu_aot import ptx, target
+from gpu_aot import process, ptx
 
 from experiments.hlo import read_collectives
 
@@ -34,36 +28,12 @@ SCALAR_LOADS, SCALAR_STORES = 2, 5
 """The alphas, and the slots of the observation."""
 
 
-def missing_tool() -> str | None:
-    """Why nothing can be compiled for a GPU here, None if it can."""
-    if target.plugin_library() is None:
-        return "jax-cuda13-plugin is not installed; see the text of this file"
-    plugin = importlib.metadata.version("jax-cuda13-plugin")
-    if plugin != jax.lib.__version__:
-        return f"jax-cuda13-plugin {plugin} does not fit jaxlib {jax.lib.__version__}"
-    if target.target_config("h200") is None:
-        return f"jax-cuda13-plugin {plugin} carries no description of the H200 (0.12.0.1 does)"
-    if ptx.find_ptxas() is None:
-        return "there is no ptxas: install the wheels nvidia-cuda-nvcc and nvidia-nvvm, or CUDA 13"
-    return None
-
-
 @pytest.fixture(scope="module")
 def h200(tmp_path_factory) -> tuple[str, dict[str, ptx.Kernel]]:
     """HLO of the program and its kernels by name."""
-    if reason := missing_tool():
-        (pytest.fail if os.environ.get("TACO_REQUIRE_GPU_AOT") else pytest.skip)(reason)
+    process.require_compiler()
     folder = tmp_path_factory.mktemp("h200")
-    tests = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_emitter_re=^ptx$",
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", "gpu_aot.two_hop", "h200", str(folder / "program.hlo")]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-4000:]
+    process.run("gpu_aot.two_hop", "h200", str(folder / "program.hlo"), **process.dumping_ptx(folder))
     kernels = {kernel.name: kernel for kernel in ptx.read_kernels(folder, "taco_")}
     return (folder / "program.hlo").read_text(), kernels
 

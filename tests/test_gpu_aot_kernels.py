@@ -1,34 +1,29 @@
 """Every Triton kernel, compiled for each GPU on a machine without one; `test_gpu_aot.py` says what that needs."""
 
-import os
-
 import pytest
-from gpu_aot import kernels, resources
-from test_gpu_aot import missing_tool
+from gpu_aot import kernels, process, resources
 
 from taco_jax.config import Codec
 from taco_jax.pallas.triton_kernels import WARPS, Tiling
 
 pytestmark = pytest.mark.gpu_aot
 
-ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "b200": "sm_100a", "a100": "sm_80"}
 ROOM = 16
 """Registers below the table that call for a tighter table."""
 UPDATE = "PYTHONPATH=tests:. python -m gpu_aot.resources --write"
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=process.ARCHITECTURES)
 def compiled(request, tmp_path_factory):
     """The GPU, and {(codec, operation): its kernel and cost}."""
-    if reason := missing_tool():
-        (pytest.fail if os.environ.get("TACO_REQUIRE_GPU_AOT") else pytest.skip)(reason)
+    process.require_compiler()
     return request.param, resources.compile_all(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def test_registers_hold_everything(compiled):
     gpu, found = compiled
     for name, (kernel, _) in found.items():
-        assert kernel.arch == ARCHITECTURES[gpu], name
+        assert kernel.arch == process.ARCHITECTURES[gpu], name
         assert (kernel.stack, kernel.spill_stores, kernel.spill_loads) == (0, 0, 0), name
         assert kernel.count(r"(ld|st)\.local") == 0, name
 

@@ -3,17 +3,14 @@
 Needs what `test_gpu_aot` needs. wgmma exists on sm_90a only: for a B200 the implementation declines.
 """
 
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import jax
 import pytest
-from gpu_aot import ptx
-from test_gpu_aot import BF16_MESSAGE, RANKS, missing_tool
+from gpu_aot import process, ptx
+from test_gpu_aot import BF16_MESSAGE, RANKS
 
 from experiments.hlo import read_collectives
 
@@ -40,8 +37,7 @@ TMA_OUT = r"cp\.async\.bulk\.(tensor\.\dd\.)?global\.shared::cta\.bulk_group"
 @pytest.fixture(scope="module")
 def h200() -> tuple[str, dict[str, ptx.Kernel], dict[str, int]]:
     """HLO of the all-reduce; its kernels and the reduce-scatter's sum, and their shared memory, by name."""
-    if reason := missing_tool():
-        (pytest.fail if os.environ.get("TACO_REQUIRE_GPU_AOT") else pytest.skip)(reason)
+    process.require_compiler()
     program, kernels, shared = _compiled("gpu_aot.two_hop")
     _, other_kernels, other_shared = _compiled("gpu_aot.scatter")
     kernels["taco_decode of 8 ranks"] = other_kernels["taco_decode"]
@@ -51,17 +47,8 @@ def h200() -> tuple[str, dict[str, ptx.Kernel], dict[str, int]]:
 
 def _compiled(program: str) -> tuple[str, dict[str, ptx.Kernel], dict[str, int]]:
     """Return the HLO, and by name the kernels and their bytes of shared memory."""
-    tests = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder:  # the compiler's dump of its passes has 60 MB
-        environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "MOSAIC_GPU_DUMP_TO": folder,
-            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]),
-        }
-        command = [sys.executable, "-m", program, "h200", f"{folder}/program.hlo", "mosaic_gpu"]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stderr[-4000:]
+        process.run(program, "h200", f"{folder}/program.hlo", "mosaic_gpu", MOSAIC_GPU_DUMP_TO=folder)
         kernels = {k.name.removesuffix("_mosaic_gpu_kernel"): k for k in ptx.read_kernels(Path(folder), "taco_")}
         shared = {
             path.name.rpartition("_")[0]: int(re.search(r"smem_scratch_bytes=(\d+)", path.read_text())[1])

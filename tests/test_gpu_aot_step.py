@@ -1,16 +1,12 @@
 """The whole training step at tp=8, compiled for GPUs on a machine without one; `test_gpu_aot.py` says what it needs."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from gpu_aot import ptx
+from gpu_aot import process, ptx
 
-from experiments import targets
 from experiments.hlo import read_collectives
 from experiments.overlap import AXES, figures
 from experiments.schedule import count_launches, read_transfers
@@ -30,7 +26,6 @@ VARIANTS = {
     "b200": ("taco-1-triton-trainer",),
     "a100": ("int8-1-triton-trainer",),
 }
-ARCHITECTURES = {"h200": "sm_90a", "h100": "sm_90a", "b200": "sm_100a", "a100": "sm_80"}
 RESIDUAL = 4 * 1024 * 1024
 """Values that a psum of a layer keeps for the backward pass; there are two in each of four layers."""
 
@@ -38,20 +33,10 @@ RESIDUAL = 4 * 1024 * 1024
 @pytest.fixture(scope="module", params=VARIANTS)
 def compiled(request, tmp_path_factory) -> tuple[str, Path]:
     """Name of a GPU and the folder with the programs and kernels compiled for it."""
-    reason = targets.missing_compiler() or (None if ptx.find_ptxas() else "there is no ptxas")
-    if reason:
-        (pytest.fail if os.environ.get("TACO_REQUIRE_GPU_AOT") else pytest.skip)(reason)
+    process.require_compiler()
     folder = tmp_path_factory.mktemp(request.param)
-    tests = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_emitter_re=^ptx$",
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", "gpu_aot.train_step", request.param, str(folder), *VARIANTS[request.param]]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=560)
-    assert run.returncode == 0, run.stderr[-4000:]
+    variants = VARIANTS[request.param]
+    process.run("gpu_aot.train_step", request.param, str(folder), *variants, timeout=560, **process.dumping_ptx(folder))
     return request.param, folder
 
 
@@ -94,7 +79,7 @@ def test_our_kernels_spill_nothing(compiled):
     gpu, folder = compiled
     kernels = ptx.read_kernels(folder, "taco_")
     assert {k.name for k in kernels} >= {"taco_encode", "taco_reduce", "taco_decode"}
-    assert {k.arch for k in kernels} == {ARCHITECTURES[gpu]}
+    assert {k.arch for k in kernels} == {process.ARCHITECTURES[gpu]}
     assert [k.name for k in kernels if k.stack or k.spill_stores or k.spill_loads] == []
 
 

@@ -1,18 +1,16 @@
 """The bytes of device memory that a compiled program moves, on programs small enough to count by hand."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_aot import process
 from jax import lax
 
-from experiments import gpu_check, kernels, targets
+from experiments import gpu_check, kernels
 from experiments.kernel_programs import OPERATIONS, Target
 from experiments.kernel_traffic import Traffic, read_traffic
 
@@ -173,13 +171,9 @@ def test_outcomes_count_for_each_implementation():
 @pytest.fixture(scope="module")
 def h200(tmp_path_factory) -> dict:
     """Rows of `taco` compiled for an H200, in a process of its own, since LLVM and ptxas may end it."""
-    if reason := targets.missing_compiler():
-        (pytest.fail if os.environ.get("TACO_REQUIRE_GPU_AOT") else pytest.skip)(reason)
+    process.require_compiler()
     file = tmp_path_factory.mktemp("h200") / "kernels.json"
-    command = [sys.executable, "-m", "experiments.kernels", "--device=h200", "--presets", "taco", f"--json={file}"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-4000:]
+    process.run("experiments.kernels", "--device=h200", "--presets", "taco", f"--json={file}")
     rows = json.loads(file.read_text())["traffic"]
     return {(row["implementation"], row["operation"]): row for row in rows}
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gpu_aot import target
+from experiments import targets
 from taco_jax.config import Codec
 from taco_jax.pallas import triton, triton_sm80
 
@@ -41,13 +41,12 @@ CODECS = {
 }
 CHANNELS = 4096
 PRESETS = ("taco", "taco_block", "fp8", "int8")
-CAPABILITIES = {"h200": "9.0", "h100": "9.0", "b200": "10.0", "a100": "8.0"}
 OPERATIONS = ("encode", "reduce", "decode", "decode_residual", "decode_sum")
 
 
 def casts_with_integers(codec: Codec, gpu: str) -> bool:
     """Return whether `triton` declines the codec there."""
-    return triton.device_unsupported_reason(codec, CAPABILITIES[gpu]) is not None
+    return triton.device_unsupported_reason(codec, targets.CAPABILITIES[gpu]) is not None
 
 
 def operations(codec: Codec, gpu: str) -> dict:
@@ -73,7 +72,7 @@ def operations(codec: Codec, gpu: str) -> dict:
 
 def compile_kernel(name: str, gpu: str, function, arguments) -> None:
     """Compile one program for one GPU."""
-    mesh = target.mesh(gpu, {"one": 1})
+    mesh = targets.mesh(gpu, {"one": 1})
     everywhere = NamedSharding(mesh, P())
     arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in arguments]
 

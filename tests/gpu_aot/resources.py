@@ -8,16 +8,13 @@ ptxas counts the registers; Triton's shared memory is asked for at the launch, s
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu_aot import kernels, ptx
+from gpu_aot import kernels, process, ptx
 
 TABLE = Path(__file__).with_name("resources.json")
 SERVED = {
@@ -27,7 +24,6 @@ SERVED = {
     "a100": (*kernels.PRESETS, "e5m2_adaptive", "e5m2_block"),
 }
 """What is compiled for each GPU: every codec for one, the presets and what differs from it for the others."""
-_TESTS = Path(__file__).parents[1]
 _LAUNCH = re.compile(r"kCustomKernel .*\] (taco_\w+) grid: .* shared_memory: (\d+) bytes")
 
 
@@ -53,18 +49,9 @@ class Compiled(NamedTuple):
 
 def compile_all(gpu: str, folder: Path) -> dict[tuple[str, str], Compiled]:
     """Return {(codec, operation): compiled} for one GPU, compiled in a process of its own, which dumps to `folder`."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        # A program that comes from a cache dumps nothing.
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_emitter_re=^ptx$",
-        "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", "gpu_aot.kernels", gpu, *SERVED[gpu]]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    if run.returncode:
-        raise RuntimeError(f"{' '.join(command[1:])} failed: {run.stderr[-4000:]}")
+    # A program that comes from a cache dumps nothing.
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", **process.dumping_ptx(folder)}
+    process.run("gpu_aot.kernels", gpu, *SERVED[gpu], timeout=600, **environment)
     names = [(codec, operation) for codec in SERVED[gpu] for operation in kernels.OPERATIONS]
     return {name: _read(folder, "__".join(name)) for name in names}
 

@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from gpu_aot import target
+from experiments import targets
 from gpu_aot.two_hop import COLUMNS, RANKS, ROWS
 
 
 def compile_psum_scatter(gpu: str, implementation: str) -> str:
     """Return the optimised HLO of `taco_jax.psum_scatter` of bf16[8192, 4096] per shard under `check_vma=True`."""
-    mesh = target.mesh(gpu, {"tp": RANKS})
+    mesh = targets.mesh(gpu, {"tp": RANKS})
     compression = taco_jax.Compression.named("taco", implementation=implementation)
 
     def scatter(x, scales):

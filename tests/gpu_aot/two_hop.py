@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import taco_jax
-from gpu_aot import target
+from experiments import targets
 
 ROWS, COLUMNS, RANKS = 8192, 4096, 8
 
 
 def compile_psum(gpu: str, implementation: str = "triton") -> str:
     """Return the optimised HLO of `taco_jax.psum` of bf16[8192, 4096] per shard under `check_vma=True`."""
-    mesh = target.mesh(gpu, {"tp": RANKS})
+    mesh = targets.mesh(gpu, {"tp": RANKS})
     compression = taco_jax.Compression.named("taco", implementation=implementation)
 
     def all_reduce(x, scales):
