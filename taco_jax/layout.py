@@ -81,8 +81,6 @@ def layout_for(
         if not -len(shape) <= split_dim < len(shape):
             raise ValueError(f"split_dim={split_dim} is out of range for shape {shape}")
         split_dim %= len(shape)
-    if channels > 1 and split_dim not in (None, 0):
-        raise ValueError('layout="tokens" flattens the tokens: leave split_dim out')
     found = Layout(tuple(shape), parts, codec.block * channels, split_dim)
     if channels > 1 and parts * found.columns >= 2 * math.prod(shape):
         tokens = math.prod(shape) // channels

@@ -101,7 +101,8 @@ class Operation:
         raise NotImplementedError
 
     def _exchange(self, message: jax.Array) -> jax.Array:
-        raise NotImplementedError
+        """Send one row to each rank."""
+        return lax.all_to_all(message, self.axes, 0, 0, tiled=True)
 
     def _join(self, rows: jax.Array) -> jax.Array:
         raise NotImplementedError
@@ -128,6 +129,8 @@ class AllReduce(Operation):
     @property
     def layout(self) -> Layout:
         """One row per rank."""
+        if self.channels > 1 and self.split_dim is not None:
+            raise ValueError(f'layout="tokens" flattens the tokens: leave split_dim={self.split_dim} out')
         return layout_for(self.shape, self.ranks, self._options[0], self.split_dim, self.channels)
 
     def _exact(self, x):
@@ -138,8 +141,7 @@ class AllReduce(Operation):
 
     def _send(self, rows, state, observe):
         codec, options = self._options
-        message, seen = codecs.encode(rows, codec, state[0, ALPHA], observe=observe, channels=self.channels, **options)
-        message = lax.all_to_all(message, self.axes, 0, 0, tiled=True)
+        message, seen, _ = super()._send(rows, state, observe)
         message, seen_sum = codecs.reduce(message, codec, state[:, ALPHA], rows.dtype, observe=observe, **options)
         return lax.all_gather(message, self.axes, to="invarying"), seen, seen_sum
 
@@ -171,9 +173,6 @@ class _PerRank(Operation):
 
     def _rows(self, x):
         return self.layout.cut(_parts_first(x, self.axis, self.ranks).reshape(self.ranks, -1))
-
-    def _exchange(self, message):
-        return lax.all_to_all(message, self.axes, 0, 0, tiled=True)
 
 
 class ReduceScatter(_PerRank):

@@ -122,6 +122,15 @@ def test_the_wire_carries_whole_blocks_of_tokens():
     assert sum(c.bytes_per_step for c in found) == expected == wire_bytes((300, 7), codec, ranks)
 
 
+@pytest.mark.parametrize("split_dim", [0, -1])
+def test_split_dim_is_refused(split_dim):
+    """Its rows end with the channels alone, which whole blocks of tokens would pad by the block."""
+    options = {"compression": compression(CODECS["int8"]), "split_dim": split_dim}
+    reduced = spmd(lambda x: taco_jax.psum(x, "tp", **options), mesh(tp=4), P("tp"), P())
+    with pytest.raises(ValueError, match=f"leave split_dim={split_dim} out"):
+        jax.eval_shape(reduced, jnp.ones((4 * 512, 8)))
+
+
 def test_what_tokens_are_for():
     """Eight channels 100 times as large: along the hidden axis they share their scale with the others."""
     random = np.random.default_rng(0)
