@@ -21,7 +21,15 @@ from rich.table import Table
 
 from experiments import step, targets
 from experiments.compiler_options import describe, gpu_options
-from experiments.config import CommunicationConfig, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from experiments.config import (
+    CommunicationConfig,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    validate,
+)
 from experiments.schedule import Transfer, count_launches, read_transfers
 
 AXES = {"dp": 1, "pp": 1, "tp": 8}
@@ -34,7 +42,7 @@ class Options:
     gpu: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(targets.GPUS)}")] = "h200"
     chunks: tuple[int, ...] = (1, 2)
     compression: str = "taco"
-    json: Annotated[str, tyro.conf.arg(metavar="FILE", help="write the figures there too")] = ""
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="write the figures there too")] = None
 
 
 def step_config(compression: str = "taco", chunks: int = 1, implementation: str = "triton") -> TrainConfig:
@@ -56,6 +64,12 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(f"--gpu must be one of {', '.join(targets.GPUS)}, got {options.gpu!r}")
     if min(options.chunks, default=0) < 1:
         return _fail(f"--chunks must be 1 or more, got {' '.join(map(str, options.chunks)) or 'none'}")
+    if options.json is not None and not options.json.parent.is_dir():
+        return _fail(f"cannot write {options.json}: there is no folder {options.json.parent}")
+    try:
+        validate(step_config(options.compression))
+    except ConfigError as error:
+        return _fail(str(error))
     # The plugin then answers for the compiler only and looks for no driver.
     jax.config.update("jax_platforms", "cpu")
     if reason := targets.missing_compiler():
@@ -72,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     print_table(options, rows)
     if options.json:
         report = {"gpu": options.gpu, "compression": options.compression, "rows": rows}
-        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 

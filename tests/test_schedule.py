@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from experiments import overlap
 from experiments.compiler_options import describe, gpu_options
 from experiments.schedule import count_launches, read_transfers
 
@@ -105,3 +106,18 @@ def test_what_the_user_sets_wins(tmp_path):
 
 def test_options_are_described_as_flags():
     assert describe({"xla_a": True, "xla_b": 5}) == "--xla_a=true --xla_b=5"
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--gpu=v100"], "--gpu must be one of a100, h100, h200, b200, got 'v100'"),
+        (["--chunks", "0"], "--chunks must be 1 or more, got 0"),
+        (["--compression=tacoo"], "did you mean taco?"),
+        (["--json=/no/such/folder/x.json"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_compiles(argv, part, capsys):
+    assert overlap.main(argv) == 2
+    error = capsys.readouterr().err
+    assert part in error and error.count("\n") == 1
