@@ -9,8 +9,6 @@ from meshes import P, mesh, spmd
 from taco_jax.compat import vary
 from taco_jax.sharding.pipeline import on_first_stage, own_share, run_pipeline, scatter_from_last_stage
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
-
 WEIGHTS = np.random.default_rng(0).normal(size=(4, 6, 6)).astype(np.float32)
 
 
