@@ -1,7 +1,10 @@
 """The options of XLA that the training step is compiled with on GPUs, so that messages travel behind kernels."""
 
+import os
 import re
 from pathlib import Path
+
+from jax.sharding import Mesh
 
 _GPU_OPTIONS: dict[str, bool | int] = {
     # XLA would join the all-gathers of a message's chunks again; then none travels while another is decoded. Smaller
@@ -11,6 +14,11 @@ _GPU_OPTIONS: dict[str, bool | int] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
 }
 _FLAG = re.compile(r"--(xla_\w+)")
+
+
+def step_options(mesh: Mesh) -> dict[str, bool | int]:
+    """Return the options to compile the step with on a mesh, in this process's environment."""
+    return gpu_options(mesh.devices.flat[0].platform, os.environ.get("XLA_FLAGS", ""))
 
 
 def gpu_options(platform: str, xla_flags: str) -> dict[str, bool | int]:

@@ -7,7 +7,6 @@ global arrays behind it in the same jit.
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import optimizer
-from experiments.compiler_options import gpu_options
+from experiments.compiler_options import step_options
 from experiments.config import TrainConfig, validate
 from experiments.sites import first_true, nonfinite_origin, site_metrics
 from taco_jax import Compression, SitePair, all_gather, init_scales, psum, save_payloads, split_scales, update_scales
@@ -144,7 +143,7 @@ class Program:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step."""
-        return self.compile(gpu_options(self.mesh.devices.flat[0].platform, os.environ.get("XLA_FLAGS", "")))
+        return self.compile(step_options(self.mesh))
 
     def compile(self, options: Mapping[str, bool | int]) -> jax.stages.Compiled:
         """Return the step compiled with options of XLA's; {} leaves them all to XLA and its flags."""

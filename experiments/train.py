@@ -337,7 +337,7 @@ def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.shard
         rate = config.optimizer.learning_rate * config.optimizer.final_fraction
         _log.info("the learning rate stays at %.2e after step %d (optimizer.decay_steps)", rate, decay)
     device = mesh.devices.flat[0]
-    options = compiler_options.gpu_options(device.platform, os.environ.get("XLA_FLAGS", ""))
+    options = compiler_options.step_options(mesh)
     if options:
         _log.info("the step is compiled with %s (XLA_FLAGS of the same names win)", compiler_options.describe(options))
     environment = {

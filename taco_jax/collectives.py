@@ -71,10 +71,8 @@ def psum(
             varies over some of the axes only, and a residual of another shape or dtype, or that varies over the axes.
         NotImplementedError: for `axis_index_groups`.
     """
-    options = {"split_dim": split_dim}
-    if residual is None:
-        return _map(_psum, "psum", x, axis_name, compression, scales, name, axis_index_groups, **options)
-    return _map(_psum, "psum", x, axis_name, compression, scales, name, axis_index_groups, residual, **options)
+    more = () if residual is None else (residual,)
+    return _map(_psum, "psum", x, axis_name, compression, scales, name, axis_index_groups, *more, split_dim=split_dim)
 
 
 def pmean(x: Any, axis_name: Axes, **options) -> Any:
