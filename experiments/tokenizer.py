@@ -73,6 +73,30 @@ class ByteTokenizer:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
+def byte_tokenizer_files() -> dict[str, str]:
+    """Return the files, name -> text, with which Hugging Face's libraries read bytes as `ByteTokenizer` does."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {"tokenizer.json": json.dumps(tokenizer, ensure_ascii=False), "tokenizer_config.json": json.dumps(config)}
+
+
+def _byte_characters() -> str:
+    """Return the character that stands for each byte in byte-level vocabularies: itself if it can be seen, or 256 + n."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return "".join(chr(byte if byte in seen else 256 + others.index(byte)) for byte in range(256))
+
+
 class SubwordTokenizer:
     """A tokenizer of the package `tokenizers`; without an end-of-document token a line feed separates documents.
 
@@ -111,7 +135,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer called `name`.
 
     Args:
-        name: "bytes", a tokenizer.json, a folder with one or with vocab.json and merges.txt (or encoder.json and
+        name: "bytes", a tokenizer.json (one that maps each byte to itself is bytes), a folder with one or with vocab.json and merges.txt (or encoder.json and
             vocab.bpe), or the two paths "VOCAB,MERGES".
 
     Raises:
@@ -124,6 +148,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         contents = [file.read_bytes() for file in files]
     except OSError as error:
         raise ConfigError(f"cannot read the tokenizer {name}: {error.filename}: {error.strerror}") from None
+    if _is_of_bytes(contents):
+        return ByteTokenizer()
     try:
         import tokenizers
     except ImportError:
@@ -142,6 +168,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         ) from None
     end = _end_of_document(implementation, files[0].parent)
     return SubwordTokenizer(name, hashlib.sha256(b"".join(contents)).hexdigest(), implementation, end)
+
+
+def _is_of_bytes(contents: Sequence[bytes]) -> bool:
+    """Whether a tokenizer.json is the one of `byte_tokenizer_files`, whoever has formatted it."""
+    try:
+        return json.loads(contents[0]) == json.loads(byte_tokenizer_files()["tokenizer.json"])
+    except ValueError:
+        return False
 
 
 def tokenizer_files(name: str) -> tuple[Path, ...]:

@@ -9,7 +9,7 @@ import tokenizers
 from gpt2 import gpt2_folder
 
 from experiments.config import ConfigError
-from experiments.tokenizer import load_tokenizer
+from experiments.tokenizer import byte_tokenizer_files, load_tokenizer
 
 TEXTS = [
     "In the beginning God created the heaven and the earth.",
@@ -112,3 +112,21 @@ def test_without_the_package_the_mistake_says_what_to_install(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'taco_jax\[text\]'"):
         load_tokenizer(str(gpt2_folder()))
     assert load_tokenizer("bytes").vocab_size == 256
+
+
+def test_bytes_as_files_are_bytes_again(tmp_path):
+    for name, text in byte_tokenizer_files().items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    text = bytes(range(128)).decode() + "naïve — \N{SNOWMAN} 漢字\r\n\t\x00"
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.encode(text).ids == list(text.encode())
+    assert theirs.decode(list(text.encode())) == text
+    assert theirs.get_vocab_size() == 256
+    assert load_tokenizer(str(tmp_path)).name == "bytes"
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=2, sort_keys=True))
+    assert load_tokenizer(str(tmp_path)).item == "byte"
+    content["model"]["merges"] = [["a", "b"]]
+    content["model"]["vocab"]["ab"] = 256
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(str(tmp_path)).vocab_size == 257
