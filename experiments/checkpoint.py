@@ -145,10 +145,15 @@ class Checkpoints:
         if shortage := self._shortage(target):
             raise ConfigError(f"{shortage}; make room or choose another --out")
 
-    def save(self, position: Position, state: Any) -> None:
+    def save(self, position: Position, state: Any, unpadded: Any = None) -> None:
         """Start writing a checkpoint; `state` may be donated as soon as this returns.
 
         A step that has a checkpoint is not saved again: the log says so.
+
+        Args:
+            position: what to keep beside the state.
+            state: tree of global arrays, some perhaps padded with zeros at the end of an axis.
+            unpadded: tree of `jax.ShapeDtypeStruct` without the padding, which a checkpoint takes on another mesh.
         """
         self._wait()
         if position.step in self._manager.all_steps():
@@ -156,8 +161,9 @@ class Checkpoints:
             return
         if shortage := self._shortage(state):
             raise CheckpointError(f"step {position.step} could not be saved: {shortage}; older checkpoints are kept")
-        sums = np.asarray(checksums(state)).tolist()
-        arrays = {name: [kind, int(c)] for (name, kind), c in zip(_signatures(state).items(), sums, strict=True)}
+        unpadded = state if unpadded is None else unpadded
+        sums = np.asarray(checksums(state, unpadded)).tolist()
+        arrays = {name: [kind, int(c)] for (name, kind), c in zip(_signatures(unpadded).items(), sums, strict=True)}
         record = {**dataclasses.asdict(position), "arrays": arrays}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(_sealed(record)))
         self._writing = position.step
@@ -170,7 +176,7 @@ class Checkpoints:
         if self._writing is not None and not self._manager.is_saving_in_progress():
             self._wait()
 
-    def restore(self, target: Any, step: int | None = None) -> tuple[Any, Position] | None:
+    def restore(self, target: Any, step: int | None = None, unpadded: Any = None) -> tuple[Any, Position] | None:
         """Return the newest state that can be read, and its position; None if there is no checkpoint.
 
         Checkpoints that cannot be read are reported and moved aside once an older one has been read.
@@ -178,6 +184,7 @@ class Checkpoints:
         Args:
             target: tree of `jax.ShapeDtypeStruct` with the shardings that the state shall have.
             step: restore this checkpoint, and move the later ones aside.
+            unpadded: as for `save`; the arrays may have been saved with other padding than the target's.
 
         Raises:
             ConfigError: if shapes, dtypes or names differ from the target's, or no checkpoint can be read.
@@ -185,7 +192,7 @@ class Checkpoints:
         candidates = self._candidates(step)
         for index, candidate in enumerate(candidates):
             with self._reported(candidate, wanted=step):
-                state, position = self._read(candidate, target)
+                state, position = self._read(candidate, target, unpadded)
                 self._set_aside(candidates[:index], "unreadable")
                 if step is not None:
                     self._set_aside([s for s in self._steps() if s > step], f"after-{step}")
@@ -194,39 +201,42 @@ class Checkpoints:
             raise ConfigError(f"no checkpoint in {self.folder} can be read; choose another --out or remove the folder")
         return None
 
-    def restore_parameters(self, target: Any, step: int | None = None) -> tuple[Any, Position]:
-        """Return the parameters alone of a checkpoint, which stays as it is, and its position.
+    def restore_parts(self, target: dict, step: int | None = None, unpadded: Any = None) -> tuple[dict, Position]:
+        """Return parts of a checkpoint's state, such as its "params", and its position; the checkpoint stays as it is.
 
         Args:
-            target: tree of `jax.ShapeDtypeStruct` of the parameters.
+            target: tree of `jax.ShapeDtypeStruct` of those parts.
             step: which checkpoint; None takes the newest.
+            unpadded: as for `restore`, of those parts.
 
         Raises:
-            ConfigError: if there is none, or it has other parameters.
+            ConfigError: if there is none, or these parts of it are others.
         """
         for candidate in self._candidates(step)[:1]:
             with self._reported(candidate, wanted=candidate):
-                state, position = self._read(candidate, {"params": target}, partial=True)
-                return state["params"], position
+                return self._read(candidate, target, unpadded, partial=True)
         raise ConfigError(f"there is no checkpoint in {self.folder}")
 
-    def _read(self, step: int, target: Any, partial: bool = False) -> tuple[Any, Position]:
+    def _read(self, step: int, target: Any, unpadded: Any = None, partial: bool = False) -> tuple[Any, Position]:
         _silence_late_reads()
+        unpadded = target if unpadded is None else unpadded
         position, arrays = self._record(step)
         if partial:
             arrays = {name: value for name, value in arrays.items() if name.split(".")[0] in target}
-        self._check_fits(step, {name: kind for name, (kind, _) in arrays.items()}, _signatures(target))
+        self._check_fits(step, {name: kind for name, (kind, _) in arrays.items()}, _signatures(unpadded))
+        # Not strict: an array of another shape is cropped or padded with zeros; its checksum says if that was right.
         if partial:
-            args = ocp.args.PyTreeRestore(
-                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
+            restore = jax.tree.map(
+                lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, strict=False), target
             )
+            args = ocp.args.PyTreeRestore(target, restore_args=restore, partial_restore=True)
             # The manager's handler of whole states knows no parts.
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 state = reader.restore(self.folder.resolve() / str(step) / "state", args)
         else:
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(target, strict=False))
             state = self._manager.restore(step, args=args)["state"]
-        found = np.asarray(checksums(state)).tolist()
+        found = np.asarray(checksums(state, unpadded)).tolist()
         wrong = [name for name, c in zip(_signatures(target), found, strict=True) if arrays[name][1] != c]
         if wrong:
             raise _Damaged(f"{len(wrong)} arrays have other bytes than were saved, {wrong[0]} first")

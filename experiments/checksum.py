@@ -10,29 +10,32 @@ from jax import lax
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def checksums(tree: Any) -> jax.Array:
+def checksums(tree: Any, unpadded: Any = None) -> jax.Array:
     """Return u32[leaves], the checksum of every array.
 
     c = sum_i (2 i + 1) w_i mod 2^32 over the words w_i of an array, i in row-major order of the global array. The
     factors are odd, so every change of a single word, which any bit flip is, changes c; integer sums do not depend on
-    the mesh.
+    the mesh. Zeros that pad an array at the end of an axis change nothing if `unpadded` gives the shape without them.
 
     Args:
         tree: global arrays with elements of one, two or four bytes.
+        unpadded: tree of what has the shapes without padding; None for the arrays' own.
     """
-    return _checksums(jax.tree.leaves(tree))
+    shapes = tuple(leaf.shape for leaf in jax.tree.leaves(tree if unpadded is None else unpadded))
+    return _checksums(jax.tree.leaves(tree), shapes)
 
 
 # Its compilation costs more than the few times it runs.
-@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-def _checksums(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([_checksum(leaf) for leaf in leaves]) if leaves else jnp.zeros(0, jnp.uint32)
+@functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+def _checksums(leaves: list[jax.Array], shapes: tuple[tuple[int, ...], ...]) -> jax.Array:
+    sums = [_checksum(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+    return jnp.stack(sums) if sums else jnp.zeros(0, jnp.uint32)
 
 
-def _checksum(x: jax.Array) -> jax.Array:
+def _checksum(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     words = lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize]).astype(jnp.uint32)
     # Positions from one iota per axis: a reshape to one axis would gather a sharded array.
     position = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
+    for axis, size in enumerate(shape):
         position = position * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     return jnp.sum((2 * position + 1) * words, dtype=jnp.uint32)

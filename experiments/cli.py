@@ -7,14 +7,17 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from experiments.config import ConfigError, TrainConfig, flatten, nearest
 from experiments.recipes import RECIPES
+from experiments.saved import with_model_of
+from taco_jax.models.presets import PRESETS
 
 PROGRAM = "python -m experiments.train"
 T = TypeVar("T")
@@ -62,6 +65,8 @@ class Arguments:
     """Devices per axis: data, pipeline, tensor parallel; CPU devices are emulated where there are too few."""
     recipe: Annotated[str, _flag("main|small|tiny", "main")] = "main"
     """Starting point that the other flags change."""
+    model: Annotated[str, _flag("NAME", "the recipe's, or that of --init-from")] = ""
+    """Architecture by name: gpt2-124m, gpt3-6.7b, qwen-7b, qwen2.5-7b, qwen3-0.6b, ... or gpt2-tiny, qwen3-tiny."""
     data: Annotated[str, _flag("FILE", "the King James Bible that comes with the package")] = ""
     """What to learn from: a text, .jsonl or prepared .bin file, or several with weights, a.bin:0.7,b.txt:0.3."""
     steps: Annotated[int | None, _WHOLE_NUMBER, _flag("INT")] = None
@@ -73,7 +78,7 @@ class Arguments:
     seed: Annotated[int | None, _WHOLE_NUMBER, _flag("INT")] = None
     """Seed of the initial parameters and of the order of the data."""
     init_from: Annotated[str, _flag("DIR", "random parameters")] = ""
-    """Run folder, or one checkpoint in it, whose parameters a new run starts with; the rest starts anew."""
+    """Folder of a run or of experiments.convert, or one checkpoint in it, whose model a new run starts with."""
     from_step: Annotated[int | None, _WHOLE_NUMBER, _flag("INT", "the newest")] = None
     """Go on from this checkpoint of the run; later ones are moved aside."""
     exit_after: Annotated[float | None, _MINUTES, _flag("MINUTES", "never")] = None
@@ -139,16 +144,16 @@ def build_config(arguments: Arguments) -> TrainConfig:
     """Return the recipe's configuration with the flags and `--set` applied; `validate` has yet to check it.
 
     Raises:
-        ConfigError: for a recipe or a field that does not exist, or a value of another type.
+        ConfigError: for a recipe, a model or a field that does not exist, a value of another type or a model that
+            cannot be.
     """
-    if arguments.recipe not in RECIPES:
-        names = ", ".join(RECIPES)
-        raise ConfigError(f"no recipe is called {arguments.recipe!r}; there are {names}")
-    config = RECIPES[arguments.recipe]()
-    for flag, name in _FLAGS.items():
-        value = getattr(arguments, flag)
-        if value not in (None, ""):
-            config = _replace(config, name, value)
+    config = _named("recipe", arguments.recipe, RECIPES)
+    if arguments.model:
+        config = dataclasses.replace(config, model=_named("model", arguments.model, PRESETS))
+    elif arguments.init_from:
+        config = with_model_of(config, Path(arguments.init_from))
+    flags = {name: getattr(arguments, flag) for flag, name in _FLAGS.items()}
+    config = _replace(config, {name: value for name, value in flags.items() if value not in (None, "")})
     return apply_settings(config, arguments.set)
 
 
@@ -156,11 +161,12 @@ def apply_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
     """Return `config` with each `section.field=value` applied, the value read as the field's type.
 
     Raises:
-        ConfigError: for a field that does not exist (with the nearest name), is given twice or has a flag of its own.
+        ConfigError: for a field that does not exist (with the nearest name), is given twice or has a flag of its own,
+            or values that do not go together.
     """
     fields = flatten(config)
     flags = {name: flag for flag, name in _FLAGS.items()}
-    seen = set()
+    changes: dict[str, object] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals:
@@ -169,11 +175,10 @@ def apply_settings(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
             raise ConfigError(f"--set {setting}: use --{flags[name].replace('_', '-')}={text}")
         if name not in fields:
             raise ConfigError(f"--set {setting}: there is no field {name!r}{nearest(name, fields)}")
-        if name in seen:
+        if name in changes:
             raise ConfigError(f"--set {name} is given twice")
-        seen.add(name)
-        config = _replace(config, name, _parse_value(name, text, type(fields[name])))
-    return config
+        changes[name] = _parse_value(name, text, type(fields[name]))
+    return _replace(config, changes)
 
 
 def config_json(config: TrainConfig) -> str:
@@ -181,9 +186,24 @@ def config_json(config: TrainConfig) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
-def _replace(config: Any, name: str, value: object) -> Any:
-    section, dot, rest = name.partition(".")
-    return dataclasses.replace(config, **{section: _replace(getattr(config, section), rest, value) if dot else value})
+def _named(kind: str, name: str, functions: Mapping[str, Callable[[], T]]) -> T:
+    if name not in functions:
+        raise ConfigError(f"no {kind} is called {name!r}; there are {', '.join(functions)}{nearest(name, functions)}")
+    return functions[name]()
+
+
+def _replace(config: TrainConfig, changes: Mapping[str, object]) -> TrainConfig:
+    """Return `config` with other values under their dotted names, all at once: a model checks how they go together."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        section, _, field = name.rpartition(".")
+        sections.setdefault(section, {})[field] = value
+    whole = sections.pop("", {})
+    try:
+        parts = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in sections.items()}
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from None
+    return dataclasses.replace(config, **whole, **parts)
 
 
 def _parse_value(name: str, text: str, kind: type) -> object:

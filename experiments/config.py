@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from taco_jax.config import PRESETS
-from taco_jax.models.config import divisors
+from taco_jax.models.config import ModelConfig, divisors
 from taco_jax.pallas.registry import IMPLEMENTATIONS
 from taco_jax.sharding.mesh import parse_mesh
 
@@ -18,19 +18,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 class ConfigError(ValueError):
     """A mistake of the user's: its text is one line that says what would work."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of the GPT that is trained; padding of the vocabulary to tp happens inside."""
-
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_heads: int = 8
-    intermediate_size: int = 512
-    vocab_size: int = 0
-    """0 means the tokenizer's; ids beyond the tokenizer's are never sampled."""
-    tie_embeddings: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,7 +119,9 @@ class TrainConfig:
     counts it and goes on."""
     init_from: str = ""
     """Run folder, or checkpoint in one, whose parameters a new run starts with; optimizer and scales start anew."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(num_layers=4, hidden_size=128, num_heads=8))
+    """Architecture; a vocab_size of 0 means the tokenizer's (ids beyond the tokenizer's are never sampled), a
+    max_positions of 0 data.sequence_length."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -221,12 +210,9 @@ def _field_problems(config: TrainConfig) -> Iterator[str]:
             yield f"--profile={config.log.profile} traces up to step {steps[-1]}, but the run has {config.steps} steps"
     except ConfigError as error:
         yield str(error)
-    model = config.model
-    if min(model.hidden_size, model.num_heads) > 0 and model.hidden_size % model.num_heads:
-        yield (
-            f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
-            f" (usable: {_listed(divisors(model.hidden_size))})"
-        )
+    longest = config.model.max_positions
+    if 0 < longest < config.data.sequence_length:
+        yield f"data.sequence_length={config.data.sequence_length} is longer than model.max_positions={longest}"
 
 
 def _mesh_problems(config: TrainConfig, dp: int, pp: int, tp: int) -> Iterator[str]:
@@ -234,11 +220,6 @@ def _mesh_problems(config: TrainConfig, dp: int, pp: int, tp: int) -> Iterator[s
     if pp > 0 and model.num_layers > 0 and model.num_layers % pp:
         usable = _listed(divisors(model.num_layers))
         yield f"pp={pp} does not divide model.num_layers={model.num_layers} (usable pp: {usable})"
-    shared = {"model.num_heads": model.num_heads, "model.intermediate_size": model.intermediate_size}
-    usable_tp = divisors(math.gcd(*shared.values()))
-    if tp > 0 and min(shared.values()) > 0 and tp not in usable_tp:
-        numbers = " and ".join(f"{name}={size}" for name, size in shared.items())
-        yield f"tp={tp} does not divide {numbers} (usable tp: {_listed(usable_tp)})"
     parts = dp * config.parallel.num_microbatches
     batch = config.data.batch_size
     if parts > 0 and batch > 0 and batch % parts:
@@ -257,11 +238,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "eval_every": (1, math.inf),
     "eval_batches": (1, math.inf),
     "sample_length": (0, math.inf),
-    "model.num_layers": (1, math.inf),
-    "model.hidden_size": (1, math.inf),
-    "model.num_heads": (1, math.inf),
-    "model.intermediate_size": (1, math.inf),
-    "model.vocab_size": (0, math.inf),
     "data.sequence_length": (1, math.inf),
     "data.batch_size": (1, math.inf),
     "optimizer.warmup_steps": (0, math.inf),

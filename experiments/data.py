@@ -136,8 +136,8 @@ def load_corpus(config: DataConfig) -> Corpus:
     )
 
 
-def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
-    """Return `config` with a model.vocab_size of 0 replaced by the tokenizer's.
+def with_model_sizes(config: TrainConfig, corpus: Corpus) -> TrainConfig:
+    """Return `config` with the zeros of `config.model` replaced: vocab_size by the tokenizer's, max_positions too.
 
     Raises:
         ConfigError: if the model's vocabulary is smaller than the tokenizer's.
@@ -148,7 +148,9 @@ def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
             f"model.vocab_size={chosen} is smaller than the {needed} of the tokenizer {corpus.tokenizer.name} "
             f"(usable: {needed} or more, or 0 for the tokenizer's)"
         )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=chosen or needed))
+    longest = config.model.max_positions or config.data.sequence_length
+    model = dataclasses.replace(config.model, vocab_size=chosen or needed, max_positions=longest)
+    return dataclasses.replace(config, model=model)
 
 
 class TrainingData:

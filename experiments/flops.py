@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from experiments.config import TrainConfig
-from taco_jax.models.config import GPTConfig
+from taco_jax.models.config import ModelConfig
 
 _log = logging.getLogger("experiments")
 
@@ -41,22 +41,24 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-def training_flops_per_token(model: GPTConfig, sequence_length: int) -> int:
+def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Return the FLOPs that one token costs in training: 6 P + 12 L S N D.
 
-    P = L (4 H N D + 2 H F) + H V are the parameters that stand in a matrix product: a multiplication and an addition
-    forward, twice that backward. The attention multiplies S x D per head twice, for scores and for values; the half
-    that the causal mask discards is counted, as PaLM does. V is the tokenizer's, without padding.
+    P = L (H D (2 N + 2 K) + m H F) + H V are the parameters that stand in a matrix product, m = 2 for a plain MLP and 3
+    for SwiGLU: a multiplication and an addition forward, twice that backward. The attention multiplies S x D per head
+    twice, for scores and for values; the half that the causal mask discards is counted, as PaLM does. V is the
+    tokenizer's, without padding.
 
     Args:
-        model: L layers, H hidden, N heads of D, F intermediate, V vocabulary.
+        model: L layers, H hidden, N query and K key heads of D, F intermediate, V vocabulary.
         sequence_length: S, tokens that attend to each other.
     """
-    c = model
-    heads = c.num_heads * c.head_dim
-    layer = 4 * c.hidden_size * heads + 2 * c.hidden_size * c.intermediate_size
+    c = model.resolved()
+    projections = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    matrices = 3 if c.family == "qwen" else 2
+    layer = projections + matrices * c.hidden_size * c.intermediate_size
     in_products = c.num_layers * layer + c.hidden_size * c.vocab_size
-    return 6 * in_products + 12 * c.num_layers * sequence_length * heads
+    return 6 * in_products + 12 * c.num_layers * sequence_length * c.num_heads * c.head_dim
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Throughput:
         return {"tflops_per_device": achieved / 1e12} | ({"mfu": achieved / self.peak} if self.peak else {})
 
 
-def throughput_of(config: TrainConfig, model: GPTConfig, mesh: jax.sharding.Mesh) -> Throughput:
+def throughput_of(config: TrainConfig, model: ModelConfig, mesh: jax.sharding.Mesh) -> Throughput:
     """Return the throughput of a run; say so where no peak is known of an accelerator."""
     tokens = config.data.batch_size * config.data.sequence_length
     device = mesh.devices.flat[0]

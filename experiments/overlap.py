@@ -50,7 +50,7 @@ def step_config(compression: str = "taco", chunks: int = 1, implementation: str 
     return TrainConfig(
         mesh="dp1,pp1,tp8",
         compression=compression,
-        model=ModelConfig(num_layers=4, hidden_size=1024, num_heads=16, intermediate_size=4096, vocab_size=32768),
+        model=ModelConfig(num_layers=4, hidden_size=1024, num_heads=16, vocab_size=32768),
         data=DataConfig(sequence_length=1024, batch_size=4),
         parallel=ParallelConfig(num_microbatches=1),
         communication=CommunicationConfig(min_bytes=65536, chunks=chunks, implementation=implementation),

@@ -3,16 +3,17 @@
 The cosine of each recipe ends at a step of its own, so that a run stopped early and continued later is the same run.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from experiments.config import (
     CheckpointConfig,
     DataConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
+from taco_jax.models.presets import gpt2_tiny
 
 
 def main() -> TrainConfig:
@@ -22,7 +23,7 @@ def main() -> TrainConfig:
         steps=100,
         # A byte takes 0.4 s where 128 devices share a CPU.
         sample_length=80,
-        model=ModelConfig(num_layers=4, hidden_size=128, num_heads=8, intermediate_size=512),
+        model=gpt2_tiny(),
         data=DataConfig(sequence_length=64, batch_size=64),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10, decay_steps=100),
         parallel=ParallelConfig(num_microbatches=4),
@@ -35,7 +36,7 @@ def small() -> TrainConfig:
         recipe="small",
         steps=600,
         eval_every=100,
-        model=ModelConfig(num_layers=4, hidden_size=128, num_heads=8, intermediate_size=512),
+        model=gpt2_tiny(),
         data=DataConfig(sequence_length=64, batch_size=32),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=20, decay_steps=600),
         parallel=ParallelConfig(num_microbatches=1),
@@ -51,7 +52,7 @@ def tiny() -> TrainConfig:
         eval_every=3,
         eval_batches=2,
         sample_length=16,
-        model=ModelConfig(num_layers=2, hidden_size=64, num_heads=4, intermediate_size=256),
+        model=dataclasses.replace(gpt2_tiny(), num_layers=2, hidden_size=64, num_heads=4, intermediate_size=256),
         data=DataConfig(sequence_length=32, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10, decay_steps=100),
         parallel=ParallelConfig(num_microbatches=2),

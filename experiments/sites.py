@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from taco_jax.models.gpt import LAYER_SITES
+from taco_jax.models.decoder import LAYER_SITES
 from taco_jax.scales import ALPHA, COUNT, DIRECTIONS, HOPS, NONFINITE, SATURATED
 
 MESSAGES = {

@@ -24,8 +24,9 @@ from experiments.config import TrainConfig, validate
 from experiments.sites import first_true, nonfinite_origin, site_metrics
 from taco_jax import Compression, SitePair, all_gather, init_scales, psum, save_payloads, split_scales, update_scales
 from taco_jax.compat import vary
-from taco_jax.models.config import GPTConfig
-from taco_jax.models.gpt import GPT, LAYER_SITES, SITES, graph_of, init_parameters
+from taco_jax.models.config import ModelConfig
+from taco_jax.models.decoder import LAYER_SITES, SITES, Decoder
+from taco_jax.models.families import abstract_parameters, graph_of, init_parameters
 from taco_jax.scales import ALPHA, BACKWARD, UPDATES
 from taco_jax.sharding import pipeline, rules
 from taco_jax.sharding.data_parallel import global_norm, sum_replicas
@@ -48,20 +49,10 @@ def build(config: TrainConfig, mesh: Mesh) -> "Program":
     return Program(config, mesh)
 
 
-def model_config(config: TrainConfig, tp: int) -> GPTConfig:
-    """Return the architecture of `config`; its tables are padded the same for every `tp` that is a power of two."""
-    c = config.model
-    return GPTConfig(
-        num_layers=c.num_layers,
-        hidden_size=c.hidden_size,
-        num_heads=c.num_heads,
-        intermediate_size=c.intermediate_size,
-        vocab_size=c.vocab_size,
-        max_positions=config.data.sequence_length,
-        vocab_multiple=math.lcm(128, tp),
-        tie_embeddings=c.tie_embeddings,
-        dtype=config.dtype,
-    )
+def model_config(config: TrainConfig) -> ModelConfig:
+    """Return the architecture of `config` with every size written out."""
+    longest = config.model.max_positions or config.data.sequence_length
+    return dataclasses.replace(config.model, max_positions=longest).resolved()
 
 
 class Program:
@@ -70,13 +61,15 @@ class Program:
     def __init__(self, config: TrainConfig, mesh: Mesh):
         self.config, self.mesh = config, mesh
         validate(dataclasses.replace(config, mesh=format_mesh(mesh.shape)))
-        self.model_config = model_config(config, mesh.shape["tp"])
+        self.model_config = model_config(config)
+        self._graph = graph_of(self.model_config, shards=mesh.shape["tp"], dtype=config.dtype)
         self.compression = compression_of(config)
         self.direction = optimizer.direction(config.optimizer)
         self.learning_rate = optimizer.learning_rate(config)
         self.batch_sharding = NamedSharding(mesh, DATA)
         self._shapes = jax.eval_shape(self._new_state, 0)
-        self.specs = rules.partition_specs(self._shapes["params"])
+        self.specs = rules.partition_specs(self._shapes["params"], mesh.shape["tp"])
+        self._partial_axes = rules.partial_axes(self.specs)
         self.scale_specs = {site: P("pp") if site in LAYER_SITES else P() for site in self._shapes["scales"]}
 
     # State
@@ -95,6 +88,13 @@ class Program:
         )
 
     @functools.cached_property
+    def unpadded_state(self) -> dict:
+        """The tree of `ShapeDtypeStruct` of a state without the padding that this mesh needs, for checkpoints."""
+        parameters = abstract_parameters(self.model_config, shards=0)
+        moments = jax.eval_shape(self.direction.init, parameters)
+        return {"params": parameters, "opt_state": moments, "scales": self._shapes["scales"]}
+
+    @functools.cached_property
     def state_shardings(self) -> dict:
         """Sharding of every leaf of the state: moments lie like their parameters."""
         named = functools.partial(NamedSharding, self.mesh)
@@ -109,7 +109,7 @@ class Program:
         return {"params": parameters, "opt_state": moments, "scales": jax.tree.map(named, self.scale_specs)}
 
     def _new_state(self, seed: jax.Array) -> dict:
-        parameters = init_parameters(self.model_config, seed)
+        parameters = init_parameters(self.model_config, seed, shards=self.mesh.shape["tp"])
         layers = dict.fromkeys(LAYER_SITES, self.compression)
         others = dict.fromkeys((site for site in SITES if site not in LAYER_SITES), self.compression)
         scales = init_scales(layers, (self.model_config.num_layers,)) | init_scales(others)
@@ -239,8 +239,8 @@ class Program:
         tokens = psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")
         batch = {**batch, "tokens": _after(batch["tokens"], tokens)}
         states, probes = split_scales(scales, AXES)
-        # Gradients with respect to varying parameters are local; the sums over dp and pp then stand here, once a step.
-        varying = jax.tree.map(lambda p: vary(p, ("dp", "pp")), parameters)
+        # Gradients with respect to varying parameters are local; their sums over devices then stand here, once a step.
+        varying = jax.tree.map(vary, parameters, self._partial_axes)
 
         def loss(parameters: dict, probes: dict) -> jax.Array:
             pairs = {site: SitePair(states[site], probes[site]) for site in states}
@@ -248,9 +248,9 @@ class Program:
 
         value, (gradients, observed) = jax.value_and_grad(loss, argnums=(0, 1))(varying, probes)
         with jax.named_scope("taco.psum.gradients.backward"):
-            gradients = sum_replicas(gradients, self.specs, ("dp", "pp"))
+            gradients = sum_replicas(gradients, self.specs, self._partial_axes)
         with jax.named_scope("taco.psum.scales.backward"):
-            observed = sum_replicas(observed, self.scale_specs, AXES)
+            observed = sum_replicas(observed, self.scale_specs, frozenset(AXES))
         with jax.named_scope("taco.psum.grad_norm.backward"):
             norm, squares = global_norm(gradients, self.specs)
         sums = {
@@ -272,9 +272,9 @@ class Program:
 
     def _hidden(
         self, parameters: dict, comm: TensorParallel, tokens: jax.Array, num_microbatches: int, axes: tuple[str, ...]
-    ) -> tuple[GPT, jax.Array]:
+    ) -> tuple[Decoder, jax.Array]:
         """Return the model and its last hidden states [tokens / pp, H], shared by the stages."""
-        model = nnx.merge(graph_of(self.model_config), parameters)
+        model = nnx.merge(self._graph, parameters)
         microbatches = tokens.reshape(num_microbatches, -1, tokens.shape[-1])
         with jax.named_scope("embedding"):
             x = pipeline.on_first_stage(lambda: model.embed(microbatches, comm), axes=axes)

@@ -31,7 +31,7 @@ from experiments import communication, compiler_options, step
 from experiments.checkpoint import CheckpointError, Checkpoints, Position, check_same_run
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
 from experiments.config import ConfigError, TrainConfig, profiled_steps, validate
-from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches, with_vocabulary
+from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches, with_model_sizes
 from experiments.flops import throughput_of
 from experiments.metrics import (
     Bar,
@@ -47,6 +47,7 @@ from experiments.processes import Processes, join
 from experiments.profiling import Profiler
 from experiments.replicas import ReplicasDiffer, replica_check
 from experiments.sample import sample_text
+from experiments.saved import split_checkpoint
 from experiments.sites import MESSAGES
 from experiments.stopping import Stop, describe
 from experiments.trackers import check_installed, tracking
@@ -92,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_folder(arguments: Arguments, config: TrainConfig) -> Path:
     """Return where the run lives: --out, or a name that the mesh and the number of steps do not change."""
-    return Path(arguments.out or f"runs/{config.recipe}-{config.compression}-seed{config.seed}")
+    model = f"-{arguments.model}" * bool(arguments.model)
+    return Path(arguments.out or f"runs/{config.recipe}{model}-{config.compression}-seed{config.seed}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +128,7 @@ def train(config: TrainConfig, session: Session) -> int:
     started = time.perf_counter()
     check_installed(config.log)
     corpus = load_corpus(config.data)
-    config = with_vocabulary(config, corpus)
+    config = with_model_sizes(config, corpus)
     _make_folder(folder)
     config, mesh = _make_mesh(config)
     start_logging()
@@ -241,7 +243,7 @@ def _saving(run: Run, log: StepLog) -> Hook:
         if progress.step % run.config.checkpoint.every == 0 or progress.is_last:
             log.flush()  # a step that was not finite ends the run here, before it is saved
             position = Position(progress.step, dataclasses.asdict(run.config), run.corpus.digest)
-            run.checkpoints.save(position, progress.state)
+            run.checkpoints.save(position, progress.state, run.program.unpadded_state)
             log.restart_clock()
 
     return hook
@@ -302,7 +304,8 @@ def _report_communication(run: Run) -> None:
 
 def _first_state(run: Run, parameters: Any) -> tuple[Any, int]:
     """Return the state to go on from and the number of steps it has seen; a new run starts with `parameters`."""
-    restored = run.checkpoints.restore(run.program.abstract_state(), run.session.from_step)
+    program = run.program
+    restored = run.checkpoints.restore(program.abstract_state(), run.session.from_step, program.unpadded_state)
     if restored:
         state, position = restored
         _log.info("resumed from step %d", position.step)
@@ -316,15 +319,12 @@ def _first_state(run: Run, parameters: Any) -> tuple[Any, int]:
 
 def _load_parameters(config: TrainConfig, program: step.Program) -> Any:
     """Return the parameters of the run, or of the one checkpoint, that --init-from names."""
-    path = Path(config.init_from)
-    at = int(path.name) if path.parent.name == "checkpoints" and path.name.isdigit() else None
-    folder = path.parent if at is not None else path / "checkpoints"
-    if not folder.is_dir():
-        raise ConfigError(f"--init-from={path}: no run folder with checkpoints, and no checkpoint in one")
-    with Checkpoints(folder, config.checkpoint) as checkpoints:
-        parameters, position = checkpoints.restore_parameters(program.abstract_state()["params"], at)
-    _log.info("parameters of %s, step %d; optimizer and scales start anew", path, position.step)
-    return parameters
+    folder, at = split_checkpoint(Path(config.init_from))
+    with Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints:
+        target, unpadded = ({"params": tree["params"]} for tree in (program.abstract_state(), program.unpadded_state))
+        restored, position = checkpoints.restore_parts(target, at, unpadded)
+    _log.info("parameters of %s, step %d; optimizer and scales start anew", folder, position.step)
+    return restored["params"]
 
 
 def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.sharding.Mesh, command: str) -> None:

@@ -206,19 +206,47 @@ def test_an_earlier_checkpoint_can_be_gone_back_to(tmp_path):
 
 def test_parameters_alone_are_restored_onto_another_mesh(tmp_path):
     first = write(tmp_path / "c", 1, 2)
-    target = abstract(first, "tp2")["params"]
+    target = {"params": abstract(first, "tp2")["params"]}
     with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
-        parameters, found = checkpoints.restore_parameters(target)
+        restored, found = checkpoints.restore_parts(target)
         assert found.step == 2
-        chex.assert_trees_all_equal(parameters, jax.tree.map(lambda x: x + 2, first["params"]))
-        assert jax.tree.map(lambda x: x.sharding, parameters) == jax.tree.map(lambda x: x.sharding, target)
-        assert checkpoints.restore_parameters(target, 1)[1].step == 1
-        other = {**target, "gain": target["bias"]}
+        chex.assert_trees_all_equal(restored["params"], jax.tree.map(lambda x: x + 2, first["params"]))
+        assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
+        assert checkpoints.restore_parts(target, 1)[1].step == 1
+        other = {"params": {**target["params"], "gain": target["params"]["bias"]}}
         with pytest.raises(ConfigError, match=r"params.gain is missing, the run needs float32\[3\]"):
-            checkpoints.restore_parameters(other)
+            checkpoints.restore_parts(other)
     with Checkpoints(tmp_path / "none", CheckpointConfig()) as checkpoints:
         with pytest.raises(ConfigError, match="there is no checkpoint in"):
-            checkpoints.restore_parameters(target)
+            checkpoints.restore_parts(target)
+
+
+def test_arrays_move_to_another_padding(tmp_path):
+    """Heads padded to 2 x 3 devices are the same heads padded to 8, or not at all; values in the padding are damage."""
+    table = np.arange(1.0, 16.0, dtype=np.float32).reshape(5, 3)
+    unpadded = {"params": {"table": jax.ShapeDtypeStruct((5, 3), jnp.float32)}}
+
+    def stored(rows):
+        return {"params": {"table": jnp.pad(table, ((0, rows - 5), (0, 0)))}}
+
+    def target(rows, mesh="tp2"):
+        sharding = NamedSharding(make_mesh(parse_mesh(mesh)), P("tp") if rows % 2 == 0 else P())
+        return {"params": {"table": jax.ShapeDtypeStruct((rows, 3), jnp.float32, sharding=sharding)}}
+
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        checkpoints.save(position(1), stored(6), unpadded)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        for rows in (5, 6, 8):
+            state, _ = checkpoints.restore(target(rows), unpadded=unpadded)
+            chex.assert_trees_all_equal(state, stored(rows))
+            parts, _ = checkpoints.restore_parts(target(rows), unpadded=unpadded)
+            chex.assert_trees_all_equal(parts, stored(rows))
+        with pytest.raises(ConfigError, match=r"table is float32\[5,3\], the run needs float32\[6,3\]"):
+            checkpoints.restore(target(6))
+        checkpoints.save(position(2), jax.tree.map(lambda x: x + 1, stored(6)), unpadded)
+    with Checkpoints(tmp_path / "c", CheckpointConfig()) as checkpoints:
+        with pytest.raises(ConfigError, match="1 arrays have other bytes than were saved, params.table first"):
+            checkpoints.restore_parts(target(5), 2, unpadded)
 
 
 def test_every_nth_stays(tmp_path):

@@ -6,8 +6,9 @@ import pytest
 from experiments.checkpoint import Position, check_same_run
 from experiments.cli import apply_settings, build_config, config_json, parse_arguments
 from experiments.config import ConfigError, TrainConfig, flatten, validate
-from experiments.data import load_corpus, with_vocabulary
+from experiments.data import load_corpus, with_model_sizes
 from experiments.recipes import RECIPES
+from taco_jax.models.presets import qwen3_tiny
 
 
 def read(*argv: str) -> TrainConfig:
@@ -55,25 +56,23 @@ def test_config_json_holds_every_field():
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--mesh=dp3,pp5,tp7"], ["pp=5", "usable pp: 1, 2, 4", "tp=7", "usable tp: 1, 2, 4, 8", "usable: 60, 72"]),
+        (["--mesh=dp3,pp5,tp7"], ["pp=5", "usable pp: 1, 2, 4", "dp=3", "usable: 60, 72"]),
         (["--mesh=tp0"], ["tp must be 1 or more", "got 0"]),
         (["--mesh=dp4pp4"], ["cannot read 'dp4pp4'", "dp4,pp4,tp8"]),
         (["--mesh=dp4,dp4"], ["names dp twice"]),
         (["--mesh=pp3", "--set", "model.num_layers=10"], ["pp=3", "model.num_layers=10", "usable pp: 1, 2, 5, 10"]),
         (["--mesh=pp4", "--set", "model.num_layers=30"], ["usable pp: 1, 2, 3, 5, 6, 10, 15, 30"]),
         (
-            ["--mesh=tp2", "--set=model.num_heads=25", "--set=model.hidden_size=1600"]
-            + ["--set=model.intermediate_size=6400"],
-            ["model.num_heads=25", "usable tp: 1, 5, 25"],
+            ["--set=model.num_heads=7"],
+            ["model: hidden_size=128 is no multiple of num_heads=7 (usable num_heads: 1, 2, 4"],
         ),
-        (["--set=model.num_heads=7"], ["model.num_heads=7 does not divide model.hidden_size=128"]),
         (["--mesh=dp2", "--set=data.batch_size=12"], ["data.batch_size=12", "nearest usable: 8, 16"]),
         (["--compression=tacco"], ["'tacco'", "did you mean taco?"]),
         (["--set=dtype=float64"], ["dtype must be one of bfloat16", "'float64'"]),
         (["--set=communication.implementation=trion"], ["did you mean triton?"]),
         (["--steps=0"], ["steps must be at least 1, got 0"]),
         (["--seed=-1"], ["seed must be from 0"]),
-        (["--set=model.vocab_size=-1"], ["model.vocab_size must be at least 0"]),
+        (["--set=model.vocab_size=-1"], ["model: vocab_size must be 0 or more, got -1"]),
         (["--set=optimizer.learning_rate=nan"], ["learning_rate must be above 0 and finite, got nan"]),
         (["--set=data.validation_fraction=1"], ["validation_fraction must be between 0 and 1"]),
         (
@@ -97,6 +96,13 @@ def test_config_json_holds_every_field():
         (["--set=log.peak_flops=1e12"], ["use --peak-flops=1e12"]),
         (["--set=log.replica_hash_every=-1"], ["log.replica_hash_every must be at least 0, got -1"]),
         (["--recipe=big"], ["'big'", "main, small, tiny"]),
+        (["--model=qwen3-tini"], ["no model is called 'qwen3-tini'", "did you mean qwen3-tiny?"]),
+        (["--set=model.qk_norm=true"], ["model: family gpt has no qk_norm"]),
+        (
+            ["--model=gpt2-124m", "--set=data.sequence_length=2048"],
+            ["data.sequence_length=2048 is longer than model.max_positions=1024"],
+        ),
+        (["--init-from=nowhere"], ["nowhere is no folder of a run or of experiments.convert"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else None,
 )
@@ -157,10 +163,10 @@ def test_a_resumed_run_must_not_change_compression_or_text(tmp_path):
 def test_a_run_from_before_the_vocabulary_was_the_tokenizer_s_goes_on(tmp_path):
     config = read("--recipe=tiny")
     digest = "262804ea6774be16b1e593db24f9465f0417ea0148bba2fb5a3022c26ca1e56d"
-    position = position_of(apply_settings(config, ["model.vocab_size=256"]), digest)
+    position = position_of(apply_settings(config, ["model.vocab_size=256", "model.max_positions=32"]), digest)
     del position.config["data"]["tokenizer"], position.config["data"]["text_field"]
     corpus = load_corpus(config.data)
-    check_same_run(position, with_vocabulary(config, corpus), corpus.digest, tmp_path)
+    check_same_run(position, with_model_sizes(config, corpus), corpus.digest, tmp_path)
 
 
 def test_a_field_that_is_younger_than_the_checkpoint_had_its_default(tmp_path):
@@ -168,3 +174,25 @@ def test_a_field_that_is_younger_than_the_checkpoint_had_its_default(tmp_path):
     position = position_of(config)
     del position.config["dtype"]
     check_same_run(position, config, "a", tmp_path)
+
+
+def test_a_model_by_name_is_the_starting_point_of_the_settings():
+    config = read("--model=qwen3-tiny", "--recipe=tiny", "--set=model.num_kv_heads=4", "--set=model.hidden_size=96")
+    model = dataclasses.replace(qwen3_tiny(), num_kv_heads=4, hidden_size=96)
+    assert (config.model, config.data) == (model, read("--recipe=tiny").data)
+
+
+def test_a_run_from_another_takes_its_model_and_tokenizer(tmp_path):
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    saved = apply_settings(read("--model=qwen2-tiny"), ["data.tokenizer=gpt2", "model.num_layers=3"])
+    (tmp_path / "config.json").write_text(config_json(saved))
+    for source in (tmp_path, tmp_path / "checkpoints" / "7"):
+        config = read(f"--init-from={source}", "--recipe=tiny", "--set=model.rope_theta=5")
+        assert config.model == dataclasses.replace(saved.model, rope_theta=5.0)
+        assert config.data == dataclasses.replace(read("--recipe=tiny").data, tokenizer="gpt2")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert read(f"--init-from={tmp_path}").data.tokenizer == str(tmp_path)
+    assert read(f"--init-from={tmp_path}", "--model=gpt2-tiny").model == read("--model=gpt2-tiny").model
+    (tmp_path / "config.json").write_text('{"layers": 3}')
+    with pytest.raises(ConfigError, match="config.json is not the configuration of a run: .*layers"):
+        read(f"--init-from={tmp_path}")

@@ -9,15 +9,15 @@ import pytest
 from flax import nnx
 
 from experiments.flops import PEAK_FLOPS, Throughput, format_flops, peak_flops, training_flops_per_token
-from taco_jax.models.config import GPTConfig
-from taco_jax.models.gpt import graph_of, init_parameters
+from taco_jax.models.config import ModelConfig
+from taco_jax.models.families import graph_of, init_parameters
 from taco_jax.sharding.tensor_parallel import SingleDevice
 
 BATCH, SEQUENCE = 2, 256
 SHAPE = (BATCH, SEQUENCE)
 
 
-def gradient(config: GPTConfig):
+def gradient(config: ModelConfig):
     """Return the traced gradient of the mean loss of one batch, nothing recomputed."""
     parameters = jax.eval_shape(functools.partial(init_parameters, config), 0)
     comm = SingleDevice()
@@ -31,8 +31,8 @@ def gradient(config: GPTConfig):
     return jax.jit(jax.grad(loss)).trace(parameters, ids, ids)
 
 
-def config(num_layers: int, **changes) -> GPTConfig:
-    return GPTConfig(
+def config(num_layers: int, **changes) -> ModelConfig:
+    return ModelConfig(
         num_layers=num_layers, hidden_size=512, num_heads=8, vocab_size=1024, max_positions=SEQUENCE, **changes
     )
 
@@ -64,9 +64,15 @@ def test_flops_of_several_layers_are_those_of_the_matrix_products():
     assert dot_flops(gradient(model).jaxpr.jaxpr) == expected
 
 
+def test_flops_of_grouped_heads_and_swiglu_are_those_of_the_matrix_products():
+    model = config(num_layers=2, family="qwen", num_kv_heads=2, head_dim=96, intermediate_size=1408, qk_norm=True)
+    expected = BATCH * SEQUENCE * training_flops_per_token(model, SEQUENCE)
+    assert dot_flops(gradient(model).jaxpr.jaxpr) == expected
+
+
 def test_flops_of_gpt3_are_those_of_its_paper():
     # Brown et al. 2020, table D.1: 3.14e23 FLOPs for 300e9 tokens, which leaves out the attention's own products.
-    gpt3 = GPTConfig(num_layers=96, hidden_size=12288, num_heads=96, vocab_size=50257, max_positions=2048)
+    gpt3 = ModelConfig(num_layers=96, hidden_size=12288, num_heads=96, vocab_size=50257, max_positions=2048)
     assert 300e9 * training_flops_per_token(gpt3, 0) == pytest.approx(3.14e23, rel=0.01)
 
 

@@ -11,15 +11,17 @@ from jax.sharding import PartitionSpec as P
 from taco_jax.sharding.rules import mesh_axes
 
 
-def sum_replicas(tree: Any, specs: Any, axes: tuple[str, ...]) -> Any:
+def sum_replicas(tree: Any, specs: Any, axes: Any) -> Any:
     """Return the exact sum of every leaf over those of `axes` that its `PartitionSpec` does not shard over.
 
     Args:
         tree: leaves per shard, varying over `axes`.
         specs: tree of `PartitionSpec`.
-        axes: mesh axes over which the leaves are partial sums.
+        axes: mesh axes over which the leaves are partial sums: a frozenset for all, or a tree of them.
     """
-    return jax.tree.map(lambda x, spec: lax.psum(x, _others(spec, axes)), tree, specs)
+    if isinstance(axes, frozenset):
+        axes = jax.tree.map(lambda _: axes, tree)
+    return jax.tree.map(lambda x, spec, axes: lax.psum(x, _others(spec, axes)), tree, specs, axes)
 
 
 def global_norm(tree: Any, specs: Any) -> tuple[jax.Array, jax.Array]:
@@ -46,8 +48,8 @@ def global_norm(tree: Any, specs: Any) -> tuple[jax.Array, jax.Array]:
     return jnp.sqrt(total), jnp.stack(squares)
 
 
-def _others(spec: P, axes: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if axis not in mesh_axes(spec))
+def _others(spec: P, axes: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(axes.difference(mesh_axes(spec))))
 
 
 def _is_spec(x: Any) -> bool:

@@ -1,0 +1,73 @@
+"""What a folder of a run, or of `experiments.convert`, holds beside arrays: its model and its tokenizer."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.config import ConfigError, TrainConfig
+from experiments.tokenizer import tokenizer_files
+
+HUGGINGFACE = "huggingface.json"
+"""File of a folder whose model came from Hugging Face: its config.json and the names and dtypes of its tensors."""
+
+
+def split_checkpoint(path: Path) -> tuple[Path, int | None]:
+    """Return the folder of a run, and the step if `path` is one of its checkpoints.
+
+    Raises:
+        ConfigError: if there is no folder with checkpoints.
+    """
+    step = int(path.name) if path.parent.name == "checkpoints" and path.name.isdigit() else None
+    folder = path.parent.parent if step is not None else path
+    if not (folder / "checkpoints").is_dir():
+        raise ConfigError(f"{path} is no folder of a run or of experiments.convert: it has no checkpoints")
+    return folder, step
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Return the configuration in a folder, or in the folder of a checkpoint; fields it does not know have defaults.
+
+    Raises:
+        ConfigError: if there is none, or it is not one of ours.
+    """
+    file = split_checkpoint(path)[0] / "config.json"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return _from_dict(TrainConfig(), content)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is not the configuration of a run: {error}") from None
+
+
+def with_model_of(config: TrainConfig, path: Path) -> TrainConfig:
+    """Return `config` with the model of a folder and, unless it has one, the tokenizer.
+
+    Raises:
+        ConfigError: as `read_config`.
+    """
+    saved = read_config(path)
+    tokenizer = config.data.tokenizer or tokenizer_of(path, saved)
+    data = dataclasses.replace(config.data, tokenizer=tokenizer)
+    return dataclasses.replace(config, model=saved.model, data=data)
+
+
+def tokenizer_of(path: Path, saved: TrainConfig) -> str:
+    """Return the name of the tokenizer that a folder holds or that its run read; empty if it does not say."""
+    folder = split_checkpoint(path)[0]
+    try:
+        tokenizer_files(str(folder))
+    except ConfigError:
+        return saved.data.tokenizer
+    return str(folder)
+
+
+def _from_dict(default: Any, content: dict[str, Any]) -> Any:
+    """Return the dataclass `default` with the values of nested dicts."""
+    fields = {}
+    for name, value in content.items():
+        before = getattr(default, name)
+        fields[name] = _from_dict(before, value) if dataclasses.is_dataclass(before) else value
+    return dataclasses.replace(default, **fields)
