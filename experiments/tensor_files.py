@@ -6,7 +6,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -117,7 +117,7 @@ class TensorWriter:
     """Writes the files of a layout, rows in any order; a context manager, which brings them to the disk."""
 
     def __init__(self, folder: Path, layout: Layout):
-        self._folder, self._layout = folder, layout
+        self._folder, self._layout, self._tensors = folder, layout, layout.tensors
         self._files: dict[str, BinaryIO] = {}
         self._place: dict[str, tuple[BinaryIO, int]] = {}
         self._stack = contextlib.ExitStack()
@@ -145,7 +145,7 @@ class TensorWriter:
 
     def write(self, name: str, first_row: int, rows: np.ndarray) -> None:
         """Write `rows`, in the tensor's type, from `first_row` on."""
-        info = self._layout.tensors[name]
+        info = self._tensors[name]
         assert rows.dtype == DTYPES[info.dtype] and rows.shape[1:] == info.shape[1:], (name, rows.dtype, rows.shape)
         file, start = self._place[name]
         file.seek(start + first_row * math.prod(info.shape[1:]) * rows.dtype.itemsize)

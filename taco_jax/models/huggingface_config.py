@@ -42,8 +42,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     for problem in _problems(model_type, config):
         raise ValueError(f"config.json of a {model_type}: {problem}")
     if model_type == "gpt2":
-        return _read_gpt2(config)
-    return _read_first_qwen(config) if model_type == "qwen" else _read_qwen(model_type, config)
+        return _read_gpt2(config).resolved()
+    return (_read_first_qwen(config) if model_type == "qwen" else _read_qwen(model_type, config)).resolved()
 
 
 def write_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -80,11 +80,13 @@ def write_config(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
             "bos_token_id": None,
             "eos_token_id": None,
         }
+    has_own_head_dim = config.num_heads * config.head_dim != config.hidden_size
     return {
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         **common,
         **({"attention_bias": False} if model_type == "qwen3" else {}),
-        "head_dim": config.head_dim,
+        # Readers derive qwen2's from the other sizes, and take 128 for qwen3's.
+        **({"head_dim": config.head_dim} if model_type == "qwen3" or has_own_head_dim else {}),
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

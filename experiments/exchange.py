@@ -1,0 +1,369 @@
+"""From a Hugging Face folder to one with a checkpoint of ours, and back."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.checksum import region_checksum
+from experiments.cli import config_json
+from experiments.config import ConfigError, TrainConfig
+from experiments.saved import HUGGINGFACE, read_config, split_checkpoint, tokenizer_of
+from experiments.sources import reading_bar
+from experiments.step import model_config
+from experiments.streaming import Block, Leaf, StoredParameters, plan, write_checkpoint
+from experiments.tensor_files import DTYPES, INDEX, SINGLE, Layout, TensorFolder, TensorInfo, TensorWriter, shard
+from taco_jax.models import huggingface, huggingface_config
+from taco_jax.models.config import ModelConfig
+from taco_jax.models.huggingface import Naming
+
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "qwen.tiktoken",
+    "generation_config.json",
+)
+"""Files that go along as they are."""
+SHARD_BYTES = 5 * 10**9
+"""Size of a safetensors file, unless a model came in other ones."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What has been written, in a few words, and what there is to say beside."""
+
+    description: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is kept of a Hugging Face folder, in huggingface.json.
+
+    Attributes:
+        config: its config.json.
+        naming: how its tensors are called.
+        layout: its files.
+    """
+
+    config: Mapping[str, Any]
+    naming: Naming
+    layout: Layout
+
+    def text(self, dropped: tuple[str, ...]) -> str:
+        """Return what huggingface.json holds."""
+        files = [
+            {
+                "name": file,
+                "metadata": dict(self.layout.metadata[file]),
+                "tensors": {name: info.dtype for name, info in tensors.items() if name not in dropped},
+            }
+            for file, tensors in self.layout.files.items()
+        ]
+        content = {
+            "config": self.config,
+            "naming": dataclasses.asdict(self.naming),
+            "files": files,
+            "index_metadata": self.layout.index,
+            "dropped": list(dropped),
+        }
+        return json.dumps(content, indent=2) + "\n"
+
+
+def is_huggingface(source: Path) -> bool:
+    """Return whether a folder is one of Hugging Face's; else it is one of ours.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"there is no folder {source}")
+    if source.parent.name == "checkpoints" or (source / "checkpoints").is_dir():
+        return False
+    if (source / "config.json").is_file() and "model_type" in _read_json(source / "config.json"):
+        return True
+    raise ConfigError(
+        f"{source} is neither Hugging Face's (config.json with a model_type, {SINGLE} or {INDEX}) nor a run's "
+        "(config.json, checkpoints)"
+    )
+
+
+def import_model(source: Path, folder: Path, *, check: bool = False) -> Summary:
+    """Write what --init-from reads of a Hugging Face folder.
+
+    Args:
+        source: Hugging Face folder.
+        folder: to write to.
+        check: compare logits.
+
+    Raises:
+        ConfigError: for a model that we do not compute, tensors that are not its, or a result that differs.
+    """
+    config = _read_json(source / "config.json")
+    model = _checked(lambda: huggingface_config.read_config(config), source)
+    _check_has_weights(source)
+    tensors = TensorFolder(source)
+    shapes = {name: info.shape for name, info in tensors.layout.tensors.items()}
+    naming, dropped = _checked(lambda: huggingface.match_names(config["model_type"], model, shapes), source)
+    leaves = plan(huggingface.pieces(model, naming), huggingface.leaf_shapes(model))
+    size = 4 * sum(int(np.prod(leaf.shape)) for leaf in leaves)
+    _check_space(folder, size)
+    run = TrainConfig(model=model)
+    with reading_bar(2 * size, "converting") as report:
+        sums = {leaf.path: _checksum_of(tensors, leaf, source, report) for leaf in leaves}
+
+        def read(block: Block) -> np.ndarray:
+            values = _read_block(tensors, block)
+            report(values.nbytes)
+            return values
+
+        write_checkpoint(folder / "checkpoints", dataclasses.asdict(run), leaves, read, sums)
+    (folder / "config.json").write_text(config_json(run), encoding="utf-8")
+    origin = Origin(config, naming, tensors.layout)
+    (folder / HUGGINGFACE).write_text(origin.text(dropped), encoding="utf-8")
+    _carry([source], folder)
+    notes = []
+    if dropped:
+        notes.append(f"left out {len(dropped)} constants that are no parameters, such as {dropped[0]}")
+    if check:
+        from experiments.same_logits import check_import
+
+        notes += check_import(source, folder, model, naming)
+    return Summary(f"{config['model_type']} of {size // 4:,} parameters in float32", tuple(notes))
+
+
+def export_model(
+    source: Path,
+    folder: Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    shard_bytes: int | None = None,
+    *,
+    check: bool = False,
+) -> Summary:
+    """Write a Hugging Face folder of a checkpoint of ours.
+
+    Args:
+        source: run, checkpoint in one, or what `import_model` wrote.
+        folder: to write to.
+        step: which checkpoint; None takes the newest.
+        dtype: of the weights, as `DTYPES` calls it; None takes what they came in, or float32.
+        shard_bytes: largest file; None takes the files they came in, or `SHARD_BYTES`.
+        check: compare logits.
+
+    Raises:
+        ConfigError: for a checkpoint that is not there or damaged, a model that none of Hugging Face's is, or a result
+            that differs.
+    """
+    run = read_config(source)
+    model = _checked(lambda: model_config(run), source)
+    checkpoint = _checkpoint_path(source, step)
+    origin, notes = _origin_of(source, run, model)
+    written = _written_as(origin, model, dtype, shard_bytes, checkpoint)
+    stored = StoredParameters(checkpoint)
+    leaves = plan(huggingface.pieces(model, written.naming), huggingface.leaf_shapes(model))
+    if differing := sorted(stored.names() ^ {leaf.path for leaf in leaves}):
+        raise ConfigError(f"checkpoint {checkpoint} and config.json are of different models: {differing[0]}")
+    _check_space(folder, written.layout.nbytes)
+    with (
+        reading_bar(4 * sum(int(np.prod(leaf.shape)) for leaf in leaves), "converting") as report,
+        TensorWriter(folder, written.layout) as writer,
+    ):
+        for leaf in leaves:
+            _export_leaf(stored, leaf, written.layout, writer, report)
+    (folder / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+    _carry(_tokenizer_folders(source, run), folder)
+    if check:
+        from experiments.same_logits import check_export
+
+        is_exact = all(info.dtype == "F32" for info in written.layout.tensors.values())
+        notes += check_export(checkpoint, folder, model, written.naming, is_exact=is_exact)
+    types = sorted({DTYPES[info.dtype].name for info in written.layout.tensors.values()})
+    count = len(written.layout.files)
+    description = (
+        f"{written.config['model_type']} of step {checkpoint.name}, {len(written.layout.tensors)} tensors in "
+        f"{' and '.join(types)}, {count} file{'s' * (count > 1)}"
+    )
+    return Summary(description, tuple(notes))
+
+
+def _read_block(tensors: TensorFolder, block: Block) -> np.ndarray:
+    """Return f32 of a block's shape."""
+    values = np.empty(block.shape, np.float32)
+    for piece in block.pieces:
+        if not piece.is_copy:
+            values[block.inside(piece)] = piece.to_leaf(tensors.read(piece.tensor, piece.rows))
+    return values
+
+
+def _checksum_of(tensors: TensorFolder, leaf: Leaf, source: Path, report: Callable[[int], None]) -> int:
+    """Return a leaf's checksum; compare with it what must be equal to it."""
+    total = 0
+    for block in leaf.blocks:
+        values = _read_block(tensors, block)
+        total += region_checksum(values, block.start, leaf.shape)
+        for copy in [piece for piece in block.pieces if piece.is_copy]:
+            original = next(p for p in block.pieces if not p.is_copy and p.region == copy.region)
+            rows = tensors.read(original.tensor, original.rows), tensors.read(copy.tensor, copy.rows)
+            _checked(lambda c=copy, r=rows: huggingface.check_copy(c.tensor, *r), source)
+        report(values.nbytes)
+    return total % 2**32
+
+
+def _export_leaf(
+    stored: StoredParameters, leaf: Leaf, layout: Layout, writer: TensorWriter, report: Callable[[int], None]
+) -> None:
+    """Write the tensors that hold a leaf, and compare it with its checksum."""
+    tensors = layout.tensors
+    total = 0
+    for block, values in stored.blocks(leaf):
+        total += region_checksum(values, block.start, leaf.shape)
+        for piece in block.pieces:
+            rows = piece.to_rows(values[block.inside(piece)])
+            writer.write(piece.tensor, piece.first_row, _narrowed(rows, DTYPES[tensors[piece.tensor].dtype], piece.tensor))
+        report(values.nbytes)
+    if total % 2**32 != stored.checksum(leaf.path):
+        raise ConfigError(
+            f"checkpoint {stored.path} is damaged: {leaf.path} has other bytes than were saved; --step names another"
+        )
+
+
+def _narrowed(rows: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        narrow = rows.astype(dtype)
+    if dtype != rows.dtype and not np.isfinite(narrow.astype(np.float32)).all() and np.isfinite(rows).all():
+        largest = np.abs(rows).max()
+        raise ConfigError(f"{name} has values up to {largest:g}, more than {dtype.name} holds; choose another --dtype")
+    return narrow
+
+
+def _checkpoint_path(source: Path, step: int | None) -> Path:
+    folder, named = split_checkpoint(source)
+    if step is not None and named is not None:
+        raise ConfigError(f"{source} names a checkpoint already; leave out --step")
+    step = named if step is None else step
+    there = sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    if not there:
+        raise ConfigError(f"there is no checkpoint in {folder / 'checkpoints'}")
+    if step is not None and step not in there:
+        raise ConfigError(
+            f"there is no checkpoint of step {step} in {folder / 'checkpoints'}; there are: {', '.join(map(str, there))}"
+        )
+    return folder / "checkpoints" / str(there[-1] if step is None else step)
+
+
+def _origin_of(source: Path, run: TrainConfig, model: ModelConfig) -> tuple[Origin | None, list[str]]:
+    """Return where a model came from, if from Hugging Face and still the same architecture."""
+    path = split_checkpoint(source)[0] / HUGGINGFACE
+    if not path.exists():
+        if not run.init_from:
+            return None, []
+        return None, [f"there is no {path}, so config.json is written anew"]
+    content = _read_json(path)
+    try:
+        naming = Naming(**content["naming"])
+        before = huggingface_config.read_config(content["config"])
+        shapes = huggingface.tensor_shapes(before, naming)
+        files = {
+            file["name"]: {name: TensorInfo(dtype, shapes[name]) for name, dtype in file["tensors"].items()}
+            for file in content["files"]
+        }
+        metadata = {file["name"]: file["metadata"] for file in content["files"]}
+        origin = Origin(content["config"], naming, Layout(files, metadata, content["index_metadata"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is not what experiments.convert wrote: {error}") from None
+    if changed := _differing(before, model):
+        return None, [f"the model differs from the one of {path} in {changed}, so config.json is written anew"]
+    return origin, []
+
+
+def _differing(before: ModelConfig, model: ModelConfig) -> str:
+    """Return the fields in which architectures differ that have to do with the tensors and what is computed of them."""
+    ignored = {"embedding_std", "kernel_std", *(["max_positions"] if model.family == "qwen" else [])}
+    names = [field.name for field in dataclasses.fields(model) if field.name not in ignored]
+    return ", ".join(name for name in names if getattr(before, name) != getattr(model, name))
+
+
+def _written_as(
+    origin: Origin | None, model: ModelConfig, dtype: str | None, shard_bytes: int | None, checkpoint: Path
+) -> Origin:
+    """Return the files to write."""
+    if origin is None:
+        dtype = dtype or "F32"
+        config = _checked(lambda: huggingface_config.write_config(model, dtype=DTYPES[dtype].name), checkpoint)
+        naming = huggingface.default_naming(model)
+        shapes = huggingface.tensor_shapes(model, naming)
+        tensors = {name: TensorInfo(dtype, shapes[name]) for name in sorted(shapes)}
+        return Origin(config, naming, shard(tensors, shard_bytes or SHARD_BYTES))
+    config, layout = dict(origin.config), origin.layout
+    if dtype:
+        for name in [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]:
+            config[name] = DTYPES[dtype].name
+        files = {
+            file: {name: dataclasses.replace(info, dtype=dtype) for name, info in tensors.items()}
+            for file, tensors in layout.files.items()
+        }
+        layout = dataclasses.replace(layout, files=files)
+    if shard_bytes:
+        layout = shard(layout.tensors, shard_bytes)
+    return Origin(config, origin.naming, layout)
+
+
+def _tokenizer_folders(source: Path, run: TrainConfig) -> list[Path]:
+    """Return where tokenizer files may be: beside the model, or where the run read them."""
+    name = tokenizer_of(source, run)
+    beside = split_checkpoint(source)[0]
+    return [beside, *([Path(name) if Path(name).is_dir() else Path(name).parent] if "/" in name else [])]
+
+
+def _carry(sources: list[Path], folder: Path) -> None:
+    """Copy the files that go along, each from the first folder that has it."""
+    for name in CARRIED:
+        for source in sources:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+                break
+
+
+def _check_has_weights(source: Path) -> None:
+    if (source / SINGLE).exists() or (source / INDEX).exists():
+        return
+    other = next((name for pattern in ("*.safetensors", "*.bin", "*.pt*") for name in sorted(source.glob(pattern))), None)
+    there = f"; {other.name} is not read" if other else ""
+    raise ConfigError(f"{source} has neither {SINGLE} nor {INDEX}{there}")
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(f"OUT takes {needed / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return content
+
+
+def _checked(function: Callable[[], Any], source: Path) -> Any:
+    """Return what a function of the library returns, its complaints being the user's."""
+    try:
+        return function()
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{source}: {error}") from None
