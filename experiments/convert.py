@@ -96,9 +96,7 @@ def _convert(arguments: Arguments, folder: Path) -> Summary:
         return export_model(source, folder, arguments.step, dtype, shard_bytes, check=arguments.check)
     for flag, value in (("dtype", arguments.dtype), ("step", arguments.step), ("shard-size", arguments.shard_size)):
         if value not in (None, ""):
-            raise ConfigError(
-                f"--{flag} is for writing a Hugging Face folder; {source} is one, and OUT gets one checkpoint in float32"
-            )
+            raise ConfigError(f"--{flag} is for writing a Hugging Face folder; {source} is one to read")
     return import_model(source, folder, check=arguments.check)
 
 

@@ -2,25 +2,24 @@
 
 import dataclasses
 import json
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from experiments.checksum import region_checksum
 from experiments.cli import config_json
 from experiments.config import ConfigError, TrainConfig
+from experiments.origin import Origin, complaints_about, origin_of, origin_text, read_json, written_as
 from experiments.saved import HUGGINGFACE, read_config, split_checkpoint, tokenizer_of
 from experiments.sources import reading_bar
 from experiments.step import model_config
 from experiments.streaming import Block, Leaf, StoredParameters, plan, write_checkpoint
-from experiments.tensor_files import DTYPES, INDEX, SINGLE, Layout, TensorFolder, TensorInfo, TensorWriter, shard
+from experiments.tensor_files import DTYPES, INDEX, SINGLE, Layout, TensorFolder, TensorWriter
 from taco_jax.models import huggingface, huggingface_config
-from taco_jax.models.config import ModelConfig
-from taco_jax.models.huggingface import Naming
 
 CARRIED = (
     "tokenizer.json",
@@ -34,8 +33,6 @@ CARRIED = (
     "generation_config.json",
 )
 """Files that go along as they are."""
-SHARD_BYTES = 5 * 10**9
-"""Size of a safetensors file, unless a model came in other ones."""
 
 
 @dataclass(frozen=True)
@@ -44,40 +41,6 @@ class Summary:
 
     description: str
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What is kept of a Hugging Face folder, in huggingface.json.
-
-    Attributes:
-        config: its config.json.
-        naming: how its tensors are called.
-        layout: its files.
-    """
-
-    config: Mapping[str, Any]
-    naming: Naming
-    layout: Layout
-
-    def text(self, dropped: tuple[str, ...]) -> str:
-        """Return what huggingface.json holds."""
-        files = [
-            {
-                "name": file,
-                "metadata": dict(self.layout.metadata[file]),
-                "tensors": {name: info.dtype for name, info in tensors.items() if name not in dropped},
-            }
-            for file, tensors in self.layout.files.items()
-        ]
-        content = {
-            "config": self.config,
-            "naming": dataclasses.asdict(self.naming),
-            "files": files,
-            "index_metadata": self.layout.index,
-            "dropped": list(dropped),
-        }
-        return json.dumps(content, indent=2) + "\n"
 
 
 def is_huggingface(source: Path) -> bool:
@@ -90,7 +53,7 @@ def is_huggingface(source: Path) -> bool:
         raise ConfigError(f"there is no folder {source}")
     if source.parent.name == "checkpoints" or (source / "checkpoints").is_dir():
         return False
-    if (source / "config.json").is_file() and "model_type" in _read_json(source / "config.json"):
+    if (source / "config.json").is_file() and "model_type" in read_json(source / "config.json"):
         return True
     raise ConfigError(
         f"{source} is neither Hugging Face's (config.json with a model_type, {SINGLE} or {INDEX}) nor a run's "
@@ -109,14 +72,16 @@ def import_model(source: Path, folder: Path, *, check: bool = False) -> Summary:
     Raises:
         ConfigError: for a model that we do not compute, tensors that are not its, or a result that differs.
     """
-    config = _read_json(source / "config.json")
-    model = _checked(lambda: huggingface_config.read_config(config), source)
+    config = read_json(source / "config.json")
+    with complaints_about(source):
+        model = huggingface_config.read_config(config)
     _check_has_weights(source)
     tensors = TensorFolder(source)
     shapes = {name: info.shape for name, info in tensors.layout.tensors.items()}
-    naming, dropped = _checked(lambda: huggingface.match_names(config["model_type"], model, shapes), source)
+    with complaints_about(source):
+        naming, dropped = huggingface.match_names(config["model_type"], model, shapes)
     leaves = plan(huggingface.pieces(model, naming), huggingface.leaf_shapes(model))
-    size = 4 * sum(int(np.prod(leaf.shape)) for leaf in leaves)
+    size = _nbytes(leaves)
     _check_space(folder, size)
     run = TrainConfig(model=model)
     with reading_bar(2 * size, "converting") as report:
@@ -130,7 +95,7 @@ def import_model(source: Path, folder: Path, *, check: bool = False) -> Summary:
         write_checkpoint(folder / "checkpoints", dataclasses.asdict(run), leaves, read, sums)
     (folder / "config.json").write_text(config_json(run), encoding="utf-8")
     origin = Origin(config, naming, tensors.layout)
-    (folder / HUGGINGFACE).write_text(origin.text(dropped), encoding="utf-8")
+    (folder / HUGGINGFACE).write_text(origin_text(origin, dropped), encoding="utf-8")
     _carry([source], folder)
     notes = []
     if dropped:
@@ -166,29 +131,29 @@ def export_model(
             that differs.
     """
     run = read_config(source)
-    model = _checked(lambda: model_config(run), source)
     checkpoint = _checkpoint_path(source, step)
-    origin, notes = _origin_of(source, run, model)
-    written = _written_as(origin, model, dtype, shard_bytes, checkpoint)
+    with complaints_about(source):
+        model = model_config(run)
+        origin, notes = origin_of(source, run, model)
+        written = written_as(origin, model, dtype, shard_bytes)
     stored = StoredParameters(checkpoint)
     leaves = plan(huggingface.pieces(model, written.naming), huggingface.leaf_shapes(model))
     if differing := sorted(stored.names() ^ {leaf.path for leaf in leaves}):
         raise ConfigError(f"checkpoint {checkpoint} and config.json are of different models: {differing[0]}")
     _check_space(folder, written.layout.nbytes)
     with (
-        reading_bar(4 * sum(int(np.prod(leaf.shape)) for leaf in leaves), "converting") as report,
+        reading_bar(_nbytes(leaves), "converting") as report,
         TensorWriter(folder, written.layout) as writer,
     ):
         for leaf in leaves:
             _export_leaf(stored, leaf, written.layout, writer, report)
     (folder / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
     _carry(_tokenizer_folders(source, run), folder)
+    types = sorted({DTYPES[info.dtype].name for info in written.layout.tensors.values()})
     if check:
         from experiments.same_logits import check_export
 
-        is_exact = all(info.dtype == "F32" for info in written.layout.tensors.values())
-        notes += check_export(checkpoint, folder, model, written.naming, is_exact=is_exact)
-    types = sorted({DTYPES[info.dtype].name for info in written.layout.tensors.values()})
+        notes += check_export(checkpoint, folder, model, written.naming, types)
     count = len(written.layout.files)
     description = (
         f"{written.config['model_type']} of step {checkpoint.name}, {len(written.layout.tensors)} tensors in "
@@ -215,7 +180,8 @@ def _checksum_of(tensors: TensorFolder, leaf: Leaf, source: Path, report: Callab
         for copy in [piece for piece in block.pieces if piece.is_copy]:
             original = next(p for p in block.pieces if not p.is_copy and p.region == copy.region)
             rows = tensors.read(original.tensor, original.rows), tensors.read(copy.tensor, copy.rows)
-            _checked(lambda c=copy, r=rows: huggingface.check_copy(c.tensor, *r), source)
+            with complaints_about(source):
+                huggingface.check_copy(copy.tensor, *rows)
         report(values.nbytes)
     return total % 2**32
 
@@ -230,7 +196,8 @@ def _export_leaf(
         total += region_checksum(values, block.start, leaf.shape)
         for piece in block.pieces:
             rows = piece.to_rows(values[block.inside(piece)])
-            writer.write(piece.tensor, piece.first_row, _narrowed(rows, DTYPES[tensors[piece.tensor].dtype], piece.tensor))
+            dtype = DTYPES[tensors[piece.tensor].dtype]
+            writer.write(piece.tensor, piece.first_row, _narrowed(rows, dtype, piece.tensor))
         report(values.nbytes)
     if total % 2**32 != stored.checksum(leaf.path):
         raise ConfigError(
@@ -256,67 +223,9 @@ def _checkpoint_path(source: Path, step: int | None) -> Path:
     if not there:
         raise ConfigError(f"there is no checkpoint in {folder / 'checkpoints'}")
     if step is not None and step not in there:
-        raise ConfigError(
-            f"there is no checkpoint of step {step} in {folder / 'checkpoints'}; there are: {', '.join(map(str, there))}"
-        )
+        usable = ", ".join(map(str, there))
+        raise ConfigError(f"there is no checkpoint of step {step} in {folder / 'checkpoints'}; there are: {usable}")
     return folder / "checkpoints" / str(there[-1] if step is None else step)
-
-
-def _origin_of(source: Path, run: TrainConfig, model: ModelConfig) -> tuple[Origin | None, list[str]]:
-    """Return where a model came from, if from Hugging Face and still the same architecture."""
-    path = split_checkpoint(source)[0] / HUGGINGFACE
-    if not path.exists():
-        if not run.init_from:
-            return None, []
-        return None, [f"there is no {path}, so config.json is written anew"]
-    content = _read_json(path)
-    try:
-        naming = Naming(**content["naming"])
-        before = huggingface_config.read_config(content["config"])
-        shapes = huggingface.tensor_shapes(before, naming)
-        files = {
-            file["name"]: {name: TensorInfo(dtype, shapes[name]) for name, dtype in file["tensors"].items()}
-            for file in content["files"]
-        }
-        metadata = {file["name"]: file["metadata"] for file in content["files"]}
-        origin = Origin(content["config"], naming, Layout(files, metadata, content["index_metadata"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is not what experiments.convert wrote: {error}") from None
-    if changed := _differing(before, model):
-        return None, [f"the model differs from the one of {path} in {changed}, so config.json is written anew"]
-    return origin, []
-
-
-def _differing(before: ModelConfig, model: ModelConfig) -> str:
-    """Return the fields in which architectures differ that have to do with the tensors and what is computed of them."""
-    ignored = {"embedding_std", "kernel_std", *(["max_positions"] if model.family == "qwen" else [])}
-    names = [field.name for field in dataclasses.fields(model) if field.name not in ignored]
-    return ", ".join(name for name in names if getattr(before, name) != getattr(model, name))
-
-
-def _written_as(
-    origin: Origin | None, model: ModelConfig, dtype: str | None, shard_bytes: int | None, checkpoint: Path
-) -> Origin:
-    """Return the files to write."""
-    if origin is None:
-        dtype = dtype or "F32"
-        config = _checked(lambda: huggingface_config.write_config(model, dtype=DTYPES[dtype].name), checkpoint)
-        naming = huggingface.default_naming(model)
-        shapes = huggingface.tensor_shapes(model, naming)
-        tensors = {name: TensorInfo(dtype, shapes[name]) for name in sorted(shapes)}
-        return Origin(config, naming, shard(tensors, shard_bytes or SHARD_BYTES))
-    config, layout = dict(origin.config), origin.layout
-    if dtype:
-        for name in [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]:
-            config[name] = DTYPES[dtype].name
-        files = {
-            file: {name: dataclasses.replace(info, dtype=dtype) for name, info in tensors.items()}
-            for file, tensors in layout.files.items()
-        }
-        layout = dataclasses.replace(layout, files=files)
-    if shard_bytes:
-        layout = shard(layout.tensors, shard_bytes)
-    return Origin(config, origin.naming, layout)
 
 
 def _tokenizer_folders(source: Path, run: TrainConfig) -> list[Path]:
@@ -338,32 +247,16 @@ def _carry(sources: list[Path], folder: Path) -> None:
 def _check_has_weights(source: Path) -> None:
     if (source / SINGLE).exists() or (source / INDEX).exists():
         return
-    other = next((name for pattern in ("*.safetensors", "*.bin", "*.pt*") for name in sorted(source.glob(pattern))), None)
-    there = f"; {other.name} is not read" if other else ""
+    others = [path.name for path in sorted(source.iterdir()) if path.suffix in (".safetensors", ".bin", ".pt", ".pth")]
+    there = f"; {others[0]} is not read" if others else ""
     raise ConfigError(f"{source} has neither {SINGLE} nor {INDEX}{there}")
+
+
+def _nbytes(leaves: list[Leaf]) -> int:
+    return 4 * sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(f"OUT takes {needed / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return content
-
-
-def _checked(function: Callable[[], Any], source: Path) -> Any:
-    """Return what a function of the library returns, its complaints being the user's."""
-    try:
-        return function()
-    except ConfigError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{source}: {error}") from None

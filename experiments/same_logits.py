@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -29,10 +30,11 @@ def check_import(source: Path, folder: Path, model: ModelConfig, naming: Naming)
     """
     before = _logits(model, _huggingface_parameters(source, model, naming))
     after = _logits(model, _checkpoint_parameters(folder / "checkpoints" / "0", model))
-    return [_compared(before, after, is_exact=True), *_compared_with_transformers(source, model, before)]
+    _check_equal(before, after)
+    return [_difference(before, after), *_compared_with_transformers(source, model, before)]
 
 
-def check_export(checkpoint: Path, folder: Path, model: ModelConfig, naming: Naming, *, is_exact: bool) -> list[str]:
+def check_export(checkpoint: Path, folder: Path, model: ModelConfig, naming: Naming, dtypes: list[str]) -> list[str]:
     """Return the lines that say how far a checkpoint and the Hugging Face folder made of it are apart.
 
     Args:
@@ -40,14 +42,19 @@ def check_export(checkpoint: Path, folder: Path, model: ModelConfig, naming: Nam
         folder: Hugging Face folder.
         model: architecture of both.
         naming: of the tensors.
-        is_exact: whether the weights keep their bits.
+        dtypes: types that the tensors have been rounded to.
 
     Raises:
-        ConfigError: if they are further apart than they may be.
+        ConfigError: if they are further apart than rounding makes them.
     """
-    before = _logits(model, _checkpoint_parameters(checkpoint, model))
+    parameters = _checkpoint_parameters(checkpoint, model)
+    before = _logits(model, parameters)
     after = _logits(model, _huggingface_parameters(folder, model, naming))
-    return [_compared(before, after, is_exact=is_exact), *_compared_with_transformers(folder, model, after)]
+    if len(dtypes) == 1:
+        dtype = jnp.dtype(dtypes[0])
+        rounded = _logits(model, jax.tree.map(lambda x: x.astype(dtype).astype(jnp.float32), parameters))
+        _check_equal(rounded, after)
+    return [_difference(before, after), *_compared_with_transformers(folder, model, after)]
 
 
 def _tokens(model: ModelConfig) -> np.ndarray:
@@ -81,12 +88,14 @@ def _checkpoint_parameters(checkpoint: Path, model: ModelConfig) -> Any:
         return checkpoints.restore_parts(target, int(checkpoint.name), unpadded)[0]["params"]
 
 
-def _compared(before: np.ndarray, after: np.ndarray, *, is_exact: bool) -> str:
-    difference = float(np.abs(before - after).max())
-    text = f"largest difference of the logits of IN and OUT: {difference:.3g} (largest logit {np.abs(before).max():.3g})"
-    if is_exact and not np.array_equal(before, after):
-        raise ConfigError(f"OUT is not IN: {text}")
-    return text
+def _check_equal(before: np.ndarray, after: np.ndarray) -> None:
+    if not np.array_equal(before, after):
+        raise ConfigError(f"OUT is not what IN is: {_difference(before, after)}")
+
+
+def _difference(ours: np.ndarray, others: np.ndarray, what: str = "IN and OUT") -> str:
+    largest, difference = np.abs(ours).max(), np.abs(ours - others).max()
+    return f"largest difference of the logits of {what}: {difference:.3g} (largest logit {largest:.3g})"
 
 
 def _compared_with_transformers(folder: Path, model: ModelConfig, ours: np.ndarray) -> list[str]:
@@ -102,8 +111,7 @@ def _compared_with_transformers(folder: Path, model: ModelConfig, ours: np.ndarr
         return [f"not compared with transformers, which cannot read it: {str(error).splitlines()[0]}"]
     with torch.no_grad():
         logits = theirs(torch.from_numpy(_tokens(model).astype(np.int64))).logits.numpy()
-    difference, largest = float(np.abs(logits - ours).max()), float(np.abs(logits).max())
-    text = f"largest difference of the logits from those of transformers: {difference:.3g} (largest logit {largest:.3g})"
-    if not difference <= _FOREIGN_TOLERANCE * largest:
+    text = _difference(logits, ours, "OUT and transformers")
+    if not np.abs(logits - ours).max() <= _FOREIGN_TOLERANCE * np.abs(logits).max():
         raise ConfigError(f"transformers computes something else: {text}")
     return [text]

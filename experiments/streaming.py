@@ -117,22 +117,26 @@ def write_checkpoint(
         for parent in parents:
             branch = branch.setdefault(parent, {})
         branch[last] = _Lazy(leaf, read)
+    handler = _LazyHandler()
     # Orbax warns of a registry that knows no arrays of JAX.
     registry = ocp.type_handlers.create_type_handler_registry(
-        (_Lazy, _LazyHandler()), (jax.Array, ocp.type_handlers.ArrayHandler())
+        (_Lazy, handler), (jax.Array, ocp.type_handlers.ArrayHandler())
     )
-    handlers = {
+    items = {
         "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
         "position": ocp.JsonCheckpointHandler(),
     }
+    args = ocp.args.Composite(state=ocp.args.PyTreeSave({"params": tree}), position=ocp.args.JsonSave(sealed(record)))
     try:
-        with ocp.CheckpointManager(folder.resolve(), item_handlers=handlers) as manager:
-            args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave({"params": tree}), position=ocp.args.JsonSave(sealed(record))
-            )
+        manager = ocp.CheckpointManager(folder.resolve(), item_handlers=items)
+        try:
             manager.save(0, args=args)
             manager.wait_until_finished()
             manager.check_for_errors()
+        finally:
+            # Closing waits for what is still being written.
+            handler.is_stopped = True
+            manager.close()
     except ConfigError:
         raise
     except Exception as error:
@@ -236,10 +240,13 @@ class _LazyHandler(ocp.type_handlers.NumpyHandler):
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
         self._turn = asyncio.Lock()
+        self.is_stopped = False
 
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: ts.Context) -> None:
         async with self._turn:
             tspec["metadata"]["chunks"] = list(value.leaf.blocks[0].shape)
             store = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
             for block in value.leaf.blocks:
+                if self.is_stopped:
+                    raise asyncio.CancelledError
                 await store[block.region].write(value.read(block))

@@ -209,5 +209,5 @@ def _header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> t
 
 def _index_text(layout: Layout) -> str:
     weight_map = {name: file for file, tensors in layout.files.items() for name in tensors}
-    content = {"metadata": {**layout.index, "total_size": layout.nbytes}, "weight_map": weight_map}
+    content = {"metadata": {"total_size": layout.nbytes, **layout.index}, "weight_map": weight_map}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"

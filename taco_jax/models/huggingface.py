@@ -45,7 +45,7 @@ class Naming:
 class Piece:
     """Some rows of a tensor, and the part of a leaf of our tree that holds them.
 
-    leaf[region] = tensor[rows].reshape(shape).transpose(axes), with an axis of length 1 for each that `region` has more.
+    leaf[region] = tensor[rows].reshape(shape).transpose(axes), with axes of length 1 where `region` has more.
 
     Attributes:
         tensor: its name in the files.
@@ -167,7 +167,7 @@ def match_names(
     wanted = tensor_shapes(config, naming)
     problems = []
     if missing := [name for name in wanted if name not in shapes]:
-        problems.append(f"{len(missing)} of the {len(wanted)} tensors of this {model_type} are missing: {_few(missing)}")
+        problems.append(f"{len(missing)} of {len(wanted)} tensors of this {model_type} are missing: {_few(missing)}")
     if unexpected := [name for name in shapes if name not in wanted and name not in constants]:
         problems.append(f"{len(unexpected)} tensors are no part of this {model_type}: {_few(unexpected)}")
     if problems:
@@ -199,9 +199,7 @@ def to_tensors(
         yield name, np.concatenate(rows) if len(rows) > 1 else rows[0]
 
 
-def from_tensors(
-    config: ModelConfig, get: Callable[[str], np.ndarray], naming: Naming | None = None
-) -> dict[str, Any]:
+def from_tensors(config: ModelConfig, get: Callable[[str], np.ndarray], naming: Naming | None = None) -> dict[str, Any]:
     """Return the tree of float32 parameters that a checkpoint's tensors make.
 
     Args:
@@ -366,7 +364,8 @@ def _qwen_layers(config: ModelConfig, naming: Naming, row: Callable[..., _Row]) 
         rows.append(_Row("layers/attention/kv/bias", biases[1:], key, stack=0))
     if config.qk_norm:
         rows += [
-            _Row(f"layers/attention/{n}/scale", ((f"{layer}self_attn.{n}.weight", 0),), head) for n in ("q_norm", "k_norm")
+            _Row(f"layers/attention/{n}/scale", ((f"{layer}self_attn.{n}.weight", 0),), head)
+            for n in ("q_norm", "k_norm")
         ]
     return rows
 

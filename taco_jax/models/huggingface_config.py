@@ -201,7 +201,8 @@ def _read_first_qwen(config: Mapping[str, Any]) -> ModelConfig:
     head_dim = config.get("kv_channels") or hidden_size // heads
     if heads * head_dim != hidden_size:
         raise ValueError(
-            f"config.json of a qwen: kv_channels {head_dim} x num_attention_heads {heads} is not hidden_size {hidden_size}"
+            f"config.json of a qwen: kv_channels {head_dim} x num_attention_heads {heads} is not hidden_size "
+            f"{hidden_size}"
         )
     width = _required(config, "intermediate_size")
     if width % 2:
