@@ -136,6 +136,17 @@ class Checkpoints:
                 return self._record(candidate)[0]
         return None
 
+    def parts(self, step: int | None = None) -> frozenset[str]:
+        """Return what the newest checkpoint's state, or that of `step`, consists of, such as "params" and "scales".
+
+        Raises:
+            ConfigError: if there is no such checkpoint, or it cannot be read.
+        """
+        for candidate in self._candidates(step)[:1]:
+            with self._reported(candidate, wanted=candidate):
+                return frozenset(name.split(".")[0] for name in self._record(candidate)[1])
+        raise ConfigError(f"there is no checkpoint in {self.folder}")
+
     def check_space(self, target: Any) -> None:
         """Compare what one checkpoint of `target` takes with the free space of the file system.
 

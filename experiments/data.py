@@ -239,12 +239,7 @@ def _shares(sources: Sequence[Source], total: int) -> list[int]:
 def _load_source(named: Named, sidecar: Sidecar | None, config: DataConfig, tokenizer: Tokenizer) -> Source:
     """Return the ids of one file, split; its weight is yet to be set."""
     name = named.path or "King James Bible"
-    if sidecar:
-        path = Path(named.path)
-        tokens = open_tokens(path, sidecar, tokenizer)
-        digest, text_bytes = tokens_digest(path, sidecar), sidecar.text_bytes
-    else:
-        tokens, digest, text_bytes = _read_text(named.path, config, tokenizer)
+    tokens, digest, text_bytes = _read_ids(named.path, sidecar, config, tokenizer)
     first = len(tokens) - round(len(tokens) * config.validation_fraction)
     window = config.sequence_length + 1
     if min(first, len(tokens) - first) < window:
@@ -253,6 +248,31 @@ def _load_source(named: Named, sidecar: Sidecar | None, config: DataConfig, toke
             f"{len(tokens) - first:,} for validation, and each needs {window} (data.sequence_length + 1)"
         )
     return Source(name, tokens[:first], tokens[first:], 0.0, digest, text_bytes / len(tokens))
+
+
+def read_ids(config: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
+    """Return all ids of the one file that `config.path` names, and the bytes of text that they stand for.
+
+    Raises:
+        ConfigError: if it cannot be read, does not go with the tokenizer, or there are several.
+    """
+    named = parse_sources(config.path)
+    if len(named) > 1:
+        raise ConfigError(f"--data={config.path}: one file at a time")
+    path = named[0].path
+    sidecar = read_sidecar(Path(path)) if path.endswith(".bin") else None
+    ids, _, text_bytes = _read_ids(path, sidecar, config, tokenizer)
+    return ids, text_bytes
+
+
+def _read_ids(
+    path: str, sidecar: Sidecar | None, config: DataConfig, tokenizer: Tokenizer
+) -> tuple[np.ndarray, str, int]:
+    """Return the ids of a file, the digest of what they depend on, and the bytes of its text."""
+    if sidecar is None:
+        return _read_text(path, config, tokenizer)
+    ids = open_tokens(Path(path), sidecar, tokenizer)
+    return ids, tokens_digest(Path(path), sidecar), sidecar.text_bytes
 
 
 def _read_text(path: str, config: DataConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, str, int]:

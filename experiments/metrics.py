@@ -221,6 +221,15 @@ class Bar:
         self._bar.update(self._task, completed=progress.step)
 
 
+@contextlib.contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how much of `total` is done, on a terminal only; yields what to tell how much more."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
+    with ProgressBar(*columns, disable=not sys.stdout.isatty(), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
 class StdoutHandler(logging.StreamHandler):
     """Log to what `sys.stdout` is now: a progress bar takes its place while it is shown."""
 
@@ -231,6 +240,13 @@ class StdoutHandler(logging.StreamHandler):
     def stream(self):
         """The present standard output."""
         return sys.stdout
+
+
+def log_to_stderr() -> None:
+    """Send the program's own log lines to standard error, for commands whose output is a result."""
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    _log.handlers = [logging.StreamHandler(sys.stderr)]
 
 
 def start_logging() -> None:

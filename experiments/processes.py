@@ -1,4 +1,4 @@
-"""Several processes that train together: joined before JAX starts, each with its share of the mesh's devices."""
+"""Several processes that train together: joined before JAX starts, each with its share of the devices; the mesh."""
 
 import dataclasses
 import math
@@ -7,8 +7,8 @@ import sys
 
 import jax
 
-from experiments.config import ConfigError
-from taco_jax.sharding.mesh import emulate_devices, parse_mesh
+from experiments.config import ConfigError, TrainConfig, validate
+from taco_jax.sharding.mesh import emulate_devices, format_mesh, make_mesh, parse_mesh, resolve_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +60,20 @@ def join(processes: Processes, mesh: str) -> None:
         raise ConfigError(f"process {processes.index} could not join {processes.coordinator}: {reason}") from None
     # JAX's coordination service has taken SIGTERM and only remembers it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def mesh_of(config: TrainConfig) -> tuple[TrainConfig, jax.sharding.Mesh]:
+    """Return the mesh of a configuration, and the configuration with its sizes filled in.
+
+    Raises:
+        ConfigError: for a mesh that the devices, or the model, do not suit.
+    """
+    try:
+        sizes = parse_mesh(config.mesh)
+        if -1 in sizes.values():
+            sizes = resolve_sizes(sizes, jax.device_count())
+            config = dataclasses.replace(config, mesh=format_mesh(sizes))
+            validate(config)
+        return config, make_mesh(sizes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

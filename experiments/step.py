@@ -81,6 +81,11 @@ class Program:
         new_state = jax.jit(self._new_state, out_shardings=self.state_shardings, compiler_options=options)
         return new_state(np.uint32(seed))
 
+    def init_scales(self) -> dict:
+        """Return the scales of the first state, for messages that no training has left any for."""
+        new_scales = jax.jit(lambda: self._new_state(0)["scales"], out_shardings=self.state_shardings["scales"])
+        return new_scales()
+
     def abstract_state(self) -> dict:
         """Return the tree of `ShapeDtypeStruct` with shardings that a state has."""
         return jax.tree.map(
@@ -108,7 +113,7 @@ class Program:
         )
         return {"params": parameters, "opt_state": moments, "scales": jax.tree.map(named, self.scale_specs)}
 
-    def _new_state(self, seed: jax.Array) -> dict:
+    def _new_state(self, seed: jax.Array | int) -> dict:
         parameters = init_parameters(self.model_config, seed, shards=self.mesh.shape["tp"])
         layers = dict.fromkeys(LAYER_SITES, self.compression)
         others = dict.fromkeys((site for site in SITES if site not in LAYER_SITES), self.compression)
@@ -160,8 +165,7 @@ class Program:
 
     @functools.cached_property
     def _traced(self) -> jax.stages.Traced:
-        shape = (self.config.data.batch_size, self.config.data.sequence_length)
-        batch = {k: jax.ShapeDtypeStruct(shape, t) for k, t in BATCH_DTYPES.items()}
+        batch = self._abstract_batch
         replicated = NamedSharding(self.mesh, P())
         step = jax.jit(
             self._step,
@@ -170,6 +174,11 @@ class Program:
             out_shardings=(self.state_shardings, replicated),
         )
         return step.trace(self._shapes, jax.ShapeDtypeStruct((), jnp.int32), batch)
+
+    @property
+    def _abstract_batch(self) -> dict:
+        shape = (self.config.data.batch_size, self.config.data.sequence_length)
+        return {k: jax.ShapeDtypeStruct(shape, t) for k, t in BATCH_DTYPES.items()}
 
     def nonfinite_origin(self, metrics: Mapping[str, float]) -> str:
         """Return where a step that was not finite went wrong, as the end of a sentence."""
@@ -244,7 +253,7 @@ class Program:
 
         def loss(parameters: dict, probes: dict) -> jax.Array:
             pairs = {site: SitePair(states[site], probes[site]) for site in states}
-            return self._loss_sum(parameters, self._comm(pairs), batch) / jnp.maximum(tokens, 1.0)
+            return self._loss_sum(parameters, self.comm(pairs), batch) / jnp.maximum(tokens, 1.0)
 
         value, (gradients, observed) = jax.value_and_grad(loss, argnums=(0, 1))(varying, probes)
         with jax.named_scope("taco.psum.gradients.backward"):
@@ -274,7 +283,7 @@ class Program:
         self, parameters: dict, comm: TensorParallel, tokens: jax.Array, num_microbatches: int, axes: tuple[str, ...]
     ) -> tuple[Decoder, jax.Array]:
         """Return the model and its last hidden states [tokens / pp, H], shared by the stages."""
-        model = nnx.merge(self._graph, parameters)
+        model = self.model(parameters)
         microbatches = tokens.reshape(num_microbatches, -1, tokens.shape[-1])
         with jax.named_scope("embedding"):
             x = pipeline.on_first_stage(lambda: model.embed(microbatches, comm), axes=axes)
@@ -284,23 +293,33 @@ class Program:
             x = pipeline.run_pipeline(layers, x, **options)
         return model, pipeline.scatter_from_last_stage(x.reshape(-1, x.shape[-1]))
 
+    def model(self, parameters: dict) -> Decoder:
+        """Return the model of a device's shards of the parameters, inside `shard_map`."""
+        return nnx.merge(self._graph, parameters)
+
     # Without gradients
+
+    def traced_evaluation(self) -> jax.stages.Traced:
+        """Return the traced program of `eval_step`, for a look at what it sends."""
+        return self._evaluate.trace(self._shapes["params"], self._shapes["scales"], self._abstract_batch)
 
     def eval_step(self, state: dict, batch: dict) -> dict:
         """Return {"loss_sum", "tokens"} of a batch: nats over its tokens, and their number."""
         return self._evaluate(state["params"], state["scales"], batch)
 
     @functools.cached_property
-    def _evaluate(self) -> Callable:
+    def _evaluate(self) -> Any:
         def local(parameters: dict, scales: dict, batch: dict) -> dict:
             parameters = jax.tree.map(lambda p: vary(p, ("dp", "pp")), parameters)
             tokens = psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")
             batch = {**batch, "tokens": _after(batch["tokens"], tokens)}
-            loss = self._loss_sum(parameters, self._comm(scales), batch)
+            loss = self._loss_sum(parameters, self.comm(scales), batch)
             return {"loss_sum": psum(loss, ("dp", "pp"), compression=None, name="loss"), "tokens": tokens}
 
         specs = (self.specs, self.scale_specs, DATA)
-        return jax.jit(jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=True))
+        shardings = (*(self.state_shardings[k] for k in ("params", "scales")), self.batch_sharding)
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=True)
+        return jax.jit(run, in_shardings=shardings)
 
     def logits(self, state: dict, tokens: jax.Array) -> jax.Array:
         """Return f32[b, s, vocab] for tokens[b, s], replicated; every dp rank does the same work."""
@@ -310,7 +329,7 @@ class Program:
     def _score(self) -> Callable:
         def local(parameters: dict, scales: dict, tokens: jax.Array) -> jax.Array:
             parameters = jax.tree.map(lambda p: vary(p, ("pp",)), parameters)
-            comm = self._comm(scales)
+            comm = self.comm(scales)
             model, x = self._hidden(parameters, comm, tokens, 1, ("pp",))
             return model.logits(x, comm)
 
@@ -323,7 +342,8 @@ class Program:
 
         return jax.jit(score, out_shardings=NamedSharding(self.mesh, P()))
 
-    def _comm(self, scales: dict) -> TensorParallel:
+    def comm(self, scales: dict) -> TensorParallel:
+        """Return the communication of a layer's devices, given their scales."""
         return TensorParallel(scales or None, "tp", self.compression)
 
 

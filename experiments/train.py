@@ -14,6 +14,7 @@ Rerunning a command resumes its run folder. Exit codes:
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse
 from experiments.config import ConfigError, TrainConfig, profiled_steps, validate
 from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches, with_model_sizes
 from experiments.flops import throughput_of
+from experiments.generation import Generator, Sampling, allowed_ids
 from experiments.metrics import (
     Bar,
     Hook,
@@ -43,15 +45,13 @@ from experiments.metrics import (
     write_atomically,
 )
 from experiments.nonfinite import Diverged, NonfiniteGuard
-from experiments.processes import Processes, join
+from experiments.processes import Processes, join, mesh_of
 from experiments.profiling import Profiler
 from experiments.replicas import ReplicasDiffer, replica_check
-from experiments.sample import sample_text
 from experiments.saved import split_checkpoint
 from experiments.sites import MESSAGES
 from experiments.stopping import Stop, describe
 from experiments.trackers import check_installed, tracking
-from taco_jax.sharding.mesh import format_mesh, make_mesh, parse_mesh, resolve_sizes
 
 _log = logging.getLogger("experiments")
 
@@ -130,7 +130,7 @@ def train(config: TrainConfig, session: Session) -> int:
     corpus = load_corpus(config.data)
     config = with_model_sizes(config, corpus)
     _make_folder(folder)
-    config, mesh = _make_mesh(config)
+    config, mesh = mesh_of(config)
     start_logging()
     with Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints:
         saved = checkpoints.latest(session.from_step)
@@ -259,19 +259,6 @@ def _make_folder(folder: Path) -> None:
         raise ConfigError(f"cannot write to --out={folder}: {error.strerror}") from None
 
 
-def _make_mesh(config: TrainConfig) -> tuple[TrainConfig, jax.sharding.Mesh]:
-    """Return the mesh, and the configuration with its sizes filled in."""
-    try:
-        sizes = parse_mesh(config.mesh)
-        if -1 in sizes.values():
-            sizes = resolve_sizes(sizes, jax.device_count())
-            config = dataclasses.replace(config, mesh=format_mesh(sizes))
-            validate(config)
-        return config, make_mesh(sizes)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _compile(program: step.Program) -> None:
     """Compile the training step."""
     started = time.perf_counter()
@@ -361,15 +348,15 @@ def _write_sample(run: Run, state: Any) -> None:
     config = run.config
     if not config.sample_length:
         return
-    text = sample_text(
+    prompt = run.corpus.validation[: 1 + config.data.sequence_length // 2].tolist()
+    generator = Generator(
         run.program,
-        state,
-        prompt=run.corpus.validation[: 1 + config.data.sequence_length // 2].tolist(),
-        length=config.sample_length,
-        context=config.data.sequence_length,
-        seed=config.seed,
-        tokenizer=run.corpus.tokenizer,
+        allowed_ids(run.corpus.tokenizer),
+        length=run.program.model_config.max_positions,
+        sampling=Sampling(seed=config.seed),
     )
+    tokens = itertools.islice(generator.generate(state, prompt), config.sample_length)
+    text = run.corpus.tokenizer.decode([*prompt, *tokens])
     _log.info("sample: %s", text)
     _write(run.folder / "sample.txt", text + "\n")
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from taco_jax.collectives import all_to_all, ppermute
+from taco_jax.collectives import all_to_all, ppermute, psum
 from taco_jax.compat import vary, varying_axes
 
 
@@ -89,6 +89,38 @@ def run_pipeline(
     start = vary(jnp.zeros(inputs.shape[1:], inputs.dtype), axes)
     _, outputs = lax.scan(tick, start, jnp.arange(ticks))
     return outputs[num_stages - 1 :]
+
+
+def pass_through_stages(
+    stage: Callable[[jax.Array, Any], tuple[jax.Array, Any]], x: jax.Array, carry: Any, *, axis_name: str = "pp"
+) -> tuple[jax.Array, Any]:
+    """Run one microbatch through the stages, one after the other, each with a carry of its own.
+
+    Args:
+        stage: this device's layers, from activations and carry to the same shapes and dtypes.
+        x: [b, ...]; only the first stage's is read. It varies over `axis_name`.
+        carry: what stays on its stage, such as keys and values of earlier positions.
+        axis_name: mesh axis of the stages.
+
+    Returns:
+        What the last stage makes of `x`, on the last stage only; and the carry.
+    """
+    num_stages, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    if num_stages == 1:
+        return stage(x, carry)
+    for turn in range(num_stages):
+        with share_scope(1, num_stages):
+            x, carry = lax.cond(index == turn, stage, lambda x, carry: (x, carry), x, carry)
+        if turn < num_stages - 1:
+            x = _to_next_stage(x, axis_name)
+    return x, carry
+
+
+def from_last_stage(x: jax.Array, *, axis_name: str = "pp") -> jax.Array:
+    """Return the last stage's `x` on all stages."""
+    num_stages = lax.axis_size(axis_name)
+    last = lax.axis_index(axis_name) == num_stages - 1
+    return psum(jnp.where(last, x, jnp.zeros_like(x)), axis_name, compression=None, name="last_stage")
 
 
 def scatter_from_last_stage(x: jax.Array, *, axis_name: str = "pp") -> jax.Array:
