@@ -1,5 +1,7 @@
 """Compare the logits of a model before and after a conversion, in float32 on a few tokens."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,19 @@ def _tokens(model: ModelConfig) -> np.ndarray:
 
 def _logits(model: ModelConfig, parameters: Any) -> np.ndarray:
     """Return f32[B, S, V] of the fixed tokens."""
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(_program(model)(parameters, _tokens(model)))
 
-    @jax.jit
+
+@functools.lru_cache
+def _program(model: ModelConfig) -> Callable[[Any, Any], jax.Array]:
     def run(parameters: Any, tokens: jax.Array) -> jax.Array:
         decoder = nnx.merge(graph_of(model, shards=0, dtype="float32"), parameters)
         comm = SingleDevice()
         x = decoder.run_layers(decoder.embed(tokens, comm), comm, remat=False)
         return decoder.logits(x, comm)
 
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(run(parameters, _tokens(model)))
+    return jax.jit(run)
 
 
 def _huggingface_parameters(folder: Path, model: ModelConfig, naming: Naming) -> Any:
