@@ -110,8 +110,10 @@ def _written(out: Path) -> Iterator[Path]:
         folder.chmod(0o777 & ~mask)
         yield folder
         os.rename(folder, out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and str(error.filename or folder).startswith(str(folder)):
+            error.filename = str(out)
         raise
 
 

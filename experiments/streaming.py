@@ -4,10 +4,14 @@ A checkpoint is the one of `experiments.checkpoint`, its state the parameters al
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import logging
 import math
 import operator
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,20 +131,18 @@ def write_checkpoint(
         "position": ocp.JsonCheckpointHandler(),
     }
     args = ocp.args.Composite(state=ocp.args.PyTreeSave({"params": tree}), position=ocp.args.JsonSave(sealed(record)))
-    try:
-        manager = ocp.CheckpointManager(folder.resolve(), item_handlers=items)
+    with _interrupting(handler), _silenced():
         try:
-            manager.save(0, args=args)
-            manager.wait_until_finished()
-            manager.check_for_errors()
-        finally:
-            # Closing waits for what is still being written.
-            handler.is_stopped = True
-            manager.close()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"the checkpoint could not be written: {reason_of(error)}") from error
+            with ocp.CheckpointManager(folder.resolve(), item_handlers=items) as manager:
+                manager.save(0, args=args)
+                manager.wait_until_finished()
+                manager.check_for_errors()
+        except Exception as error:
+            handler.error = handler.error or error
+    if isinstance(handler.error, Exception) and not isinstance(handler.error, ConfigError):
+        raise ConfigError(f"the checkpoint could not be written: {reason_of(handler.error)}") from handler.error
+    if handler.error:
+        raise handler.error
 
 
 class StoredParameters:
@@ -235,18 +237,53 @@ class _Lazy:
 
 
 class _LazyHandler(ocp.type_handlers.NumpyHandler):
-    """Writes arrays as Orbax writes NumPy's, but for the chunks, and one block after the other."""
+    """Writes arrays as Orbax writes NumPy's, but for the chunks, and one block after the other.
+
+    An error is kept, not raised: arrays that still wait for their turn would be told of a closed event loop.
+    """
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
         self._turn = asyncio.Lock()
-        self.is_stopped = False
+        self.error: BaseException | None = None
 
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: ts.Context) -> None:
         async with self._turn:
-            tspec["metadata"]["chunks"] = list(value.leaf.blocks[0].shape)
-            store = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-            for block in value.leaf.blocks:
-                if self.is_stopped:
-                    raise asyncio.CancelledError
-                await store[block.region].write(value.read(block))
+            try:
+                tspec["metadata"]["chunks"] = list(value.leaf.blocks[0].shape)
+                store = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
+                for block in value.leaf.blocks:
+                    if self.error:
+                        return
+                    await store[block.region].write(value.read(block))
+            except Exception as error:
+                self.error = self.error or error
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Keep Orbax from printing the stack of each of its threads for an error that is raised anyway."""
+    log = logging.getLogger("absl")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextlib.contextmanager
+def _interrupting(handler: _LazyHandler) -> Iterator[None]:
+    """Let Ctrl-C end the writing between two blocks, not Orbax's waiting for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        handler.error = handler.error or KeyboardInterrupt()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -5,8 +5,10 @@ import filecmp
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -378,6 +380,36 @@ def test_an_interruption_leaves_nothing(capsys, monkeypatch):
     assert convert.main(["hf", "ours"]) == 130
     assert capsys.readouterr().err == "python -m experiments.convert: interrupted; nothing was written\n"
     assert os.listdir() == ["hf"]
+
+
+def test_an_interruption_while_the_checkpoint_is_written_leaves_nothing(capsys, monkeypatch):
+    copied("qwen2-tiny", "hf")
+    read, writing = exchange._read_block, []
+
+    def interrupting(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            writing.append(len(writing))
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        return read(*arguments)
+
+    monkeypatch.setattr(exchange, "_read_block", interrupting)
+    assert convert.main(["hf", "ours"]) == 130
+    assert capsys.readouterr().err == "python -m experiments.convert: interrupted; nothing was written\n"
+    assert os.listdir() == ["hf"] and len(writing) < 3
+
+
+def test_a_full_disk_is_one_line(capsys, small_disk):
+    copied("qwen2-tiny", "hf")
+    run("hf", "ours")
+    disk = small_disk("4m", 12)  # room for the bytes, not for the files
+    capsys.readouterr()
+    message = refusal(capsys, "hf", f"{disk}/ours")
+    assert message == "the checkpoint could not be written: No space left on device"
+    for number in range(9):
+        (disk / f"ballast{number}").touch()
+    assert refusal(capsys, "ours", f"{disk}/back") == f"cannot read or write {disk}/back: No space left on device"
+    assert len(os.listdir(disk)) == 9
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 6), (3, 4, 2, 5)])
