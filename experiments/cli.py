@@ -59,7 +59,7 @@ _MINUTES = _number(_minutes, "a number of minutes above 0", "MINUTES")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train a GPT in dp x pp x tp with compressed tensor-parallel communication; rerun a command to resume."""
+    """Train a GPT or Qwen in dp x pp x tp with compressed tensor-parallel communication; rerun a command to resume."""
 
     mesh: Annotated[str, _flag("dp4,pp4,tp8")] = ""
     """Devices per axis: data, pipeline, tensor parallel; CPU devices are emulated where there are too few."""

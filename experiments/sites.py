@@ -14,7 +14,7 @@ MESSAGES = {
     "mlp": ("forward", "backward"),
     "head": ("backward",),
 }
-"""Where a GPT's tensor-parallel messages are compressed, in forward order, and on which way
+"""Where a model's tensor-parallel messages are compressed, in forward order, and on which way
 (taco_jax.sharding.tensor_parallel)."""
 
 _INDEX = {"forward": 0, "backward": 1}

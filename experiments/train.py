@@ -1,4 +1,4 @@
-"""Train a GPT on a dp x pp x tp mesh: `python -m experiments.train --mesh=dp4,pp4,tp8`.
+"""Train a GPT or Qwen on a dp x pp x tp mesh: `python -m experiments.train --mesh=dp4,pp4,tp8`.
 
 Rerunning a command resumes its run folder. Exit codes:
 
@@ -52,6 +52,7 @@ from experiments.saved import split_checkpoint
 from experiments.sites import MESSAGES
 from experiments.stopping import Stop, describe
 from experiments.trackers import check_installed, tracking
+from taco_jax.models.config import padding_note
 
 _log = logging.getLogger("experiments")
 
@@ -318,6 +319,8 @@ def _describe(config: TrainConfig, corpus: Corpus, folder: Path, mesh: jax.shard
     """Log what is about to run; write config.json and environment.json."""
     _log.info("run folder %s", folder)
     _log.info("mesh %s of %d devices, compression %s", config.mesh, mesh.size, config.compression)
+    if note := padding_note(step.model_config(config), mesh.shape["tp"]):
+        _log.info(note)
     _log.info(corpus.describe())
     decay = config.optimizer.decay_steps
     if decay and config.steps > decay:

@@ -108,7 +108,7 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "trainer" if file.endswith(("test_faults.py", "test_train_cli.py")) else file
+            return "trainer" if file.endswith(("test_faults.py", "test_train_cli.py", "test_inference.py")) else file
 
     return Scheduling(config, log)
 

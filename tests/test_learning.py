@@ -24,7 +24,7 @@ def test_shuffling_all_but_the_last_byte_of_the_context_costs_a_tenth_of_a_nat(t
     config = apply_settings(RECIPES["small"](), ["model.vocab_size=256"])
     program = step.build(config, make_mesh(parse_mesh("dp1,pp1,tp2")))
     with Checkpoints(tmp_path / "checkpoints", CheckpointConfig()) as checkpoints:
-        state, position = checkpoints.restore(program.abstract_state())
+        state, position = checkpoints.restore(program.abstract_state(), unpadded=program.unpadded_state)
     assert position.step == STEPS
 
     length = config.data.sequence_length

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from taco_jax.models.config import ModelConfig, stored_sizes
+from taco_jax.models.config import ModelConfig, padding_note, stored_sizes
 from taco_jax.models.families import abstract_parameters, parameter_count
 from taco_jax.models.presets import PRESETS
 
@@ -94,3 +94,8 @@ def test_heads_units_and_ids_are_padded_to_the_devices():
     assert dataclasses.astuple(stored_sizes(qwen, 3)) == (15, 2, 4866, 152_064)
     assert dataclasses.astuple(stored_sizes(gpt, 2)) == (26, 26, 6400, 50_304)
     assert dataclasses.astuple(stored_sizes(gpt, 0)) == (25, 25, 6400, 50_257)
+    assert padding_note(qwen, 4) == "tp=4: 14 heads padded to 16, 2 key heads held by every device"
+    assert padding_note(qwen, 3) == (
+        "tp=3: 14 heads padded to 15, 4864 units of the MLP padded to 4866, 2 key heads held by every device"
+    )
+    assert padding_note(qwen, 2) == padding_note(gpt, 5) == ""

@@ -17,10 +17,10 @@ TINY = ("--recipe=tiny", "--mesh=dp2,pp2,tp2", "--set=sample_length=4")
 
 def state_of(folder, *argv: str):
     """Return the newest saved state of a run, on the mesh of the command."""
-    config = build_config(parse_arguments([*TINY, *argv, "--set=model.vocab_size=256"]))
+    config = build_config(parse_arguments([*TINY, *argv, "--set=model.vocab_size=256", "--set=model.max_positions=32"]))
     program = step.build(config, make_mesh(parse_mesh(config.mesh)))
     with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
-        return checkpoints.restore(program.abstract_state())
+        return checkpoints.restore(program.abstract_state(), unpadded=program.unpadded_state)
 
 
 def numbers(folder, *names: str):

@@ -145,6 +145,18 @@ def stored_sizes(config: ModelConfig, shards: int) -> StoredSizes:
     )
 
 
+def padding_note(config: ModelConfig, shards: int) -> str:
+    """Return what `shards` devices per layer add to the work and memory of a resolved `config`; empty for nothing."""
+    stored, notes = stored_sizes(config, shards), []
+    if stored.heads > config.num_heads:
+        notes.append(f"{config.num_heads} heads padded to {stored.heads}")
+    if stored.intermediate > config.intermediate_size:
+        notes.append(f"{config.intermediate_size} units of the MLP padded to {stored.intermediate}")
+    if stored.kv_heads % shards:
+        notes.append(f"{stored.kv_heads} key heads held by every device")
+    return f"tp={shards}: {', '.join(notes)}" if notes else ""
+
+
 def divisors(n: int) -> list[int]:
     """Return the positive divisors of `n`, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
