@@ -1,5 +1,6 @@
 """From a Hugging Face folder to one with a checkpoint of ours, and back."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,9 +20,10 @@ from experiments.sources import reading_bar
 from experiments.step import model_config
 from experiments.streaming import Block, Leaf, StoredParameters, plan, write_checkpoint
 from experiments.tensor_files import DTYPES, INDEX, SINGLE, Layout, TensorFolder, TensorWriter
+from experiments.tokenizer import BYTES, tokenizer_files
 from taco_jax.models import huggingface, huggingface_config
 
-CARRIED = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
@@ -30,9 +32,8 @@ CARRIED = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "qwen.tiktoken",
-    "generation_config.json",
 )
-"""Files that go along as they are."""
+GENERATION_FILES = ("generation_config.json",)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def import_model(source: Path, folder: Path, *, check: bool = False) -> Summary:
     (folder / "config.json").write_text(config_json(run), encoding="utf-8")
     origin = Origin(config, naming, tensors.layout)
     (folder / HUGGINGFACE).write_text(origin_text(origin, dropped), encoding="utf-8")
-    _carry([source], folder)
+    _carry(TOKENIZER_FILES + GENERATION_FILES, [source], folder)
     notes = []
     if dropped:
         notes.append(f"left out {len(dropped)} constants that are no parameters, such as {dropped[0]}")
@@ -148,7 +149,9 @@ def export_model(
         for leaf in leaves:
             _export_leaf(stored, leaf, written.layout, writer, report)
     (folder / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
-    _carry(_tokenizer_folders(source, run), folder)
+    beside = split_checkpoint(source)[0]
+    _carry(TOKENIZER_FILES, [beside, *_tokenizer_folder(source, run)], folder)
+    _carry(GENERATION_FILES, [beside, *([Path(run.init_from)] if run.init_from else [])], folder)
     types = sorted({DTYPES[info.dtype].name for info in written.layout.tensors.values()})
     if check:
         from experiments.same_logits import check_export
@@ -228,20 +231,21 @@ def _checkpoint_path(source: Path, step: int | None) -> Path:
     return folder / "checkpoints" / str(there[-1] if step is None else step)
 
 
-def _tokenizer_folders(source: Path, run: TrainConfig) -> list[Path]:
-    """Return where tokenizer files may be: beside the model, or where the run read them."""
+def _tokenizer_folder(source: Path, run: TrainConfig) -> list[Path]:
+    """Return where the tokenizer is that a run read, if it is a file."""
     name = tokenizer_of(source, run)
-    beside = split_checkpoint(source)[0]
-    return [beside, *([Path(name) if Path(name).is_dir() else Path(name).parent] if "/" in name else [])]
+    with contextlib.suppress(ConfigError):
+        return [] if name in ("", BYTES) else [tokenizer_files(name)[0].parent]
+    return []
 
 
-def _carry(sources: list[Path], folder: Path) -> None:
-    """Copy the files that go along, each from the first folder that has it."""
-    for name in CARRIED:
-        for source in sources:
-            if (source / name).is_file():
+def _carry(names: tuple[str, ...], sources: list[Path], folder: Path) -> None:
+    """Copy files that go along as they are, from the first folder that has some of them."""
+    for source in sources:
+        if there := [name for name in names if (source / name).is_file()]:
+            for name in there:
                 shutil.copyfile(source / name, folder / name)
-                break
+            return
 
 
 def _check_has_weights(source: Path) -> None:

@@ -164,7 +164,7 @@ def test_names_of_the_hubs_gpt2(capsys):
 
 def saved_run(folder: str, model: ModelConfig, shards: int, steps=(3,), **changes) -> dict:
     """Write what a run leaves, its parameters padded for `shards` devices per layer; return them unpadded."""
-    config = TrainConfig(model=model, data=DataConfig(sequence_length=24), **changes)
+    config = TrainConfig(model=model, **{"data": DataConfig(sequence_length=24), **changes})
     resolved = dataclasses.replace(model, max_positions=model.max_positions or 24).resolved()
     Path(folder).mkdir()
     Path(folder, "config.json").write_text(config_json(config))
@@ -209,10 +209,13 @@ def test_a_run_that_began_with_a_model_keeps_its_names(capsys):
     save_file({name: t.astype(ml_dtypes.bfloat16) for name, t in tensors.items()}, "hf/model.safetensors")
     run("hf", "ours")
     model = dataclasses.replace(read_config(Path("ours")).model, max_positions=24)
-    parameters = saved_run("run", model, shards=2, init_from="ours")
+    data = DataConfig(sequence_length=24, tokenizer="ours")
+    parameters = saved_run("run", model, shards=2, init_from="ours", data=data)
     shutil.copy("ours/huggingface.json", "run")
     run("run", "back")
-    assert json.loads(Path("back/config.json").read_text()) == json.loads(Path("hf/config.json").read_text())
+    names = ["config.json", *CARRIED]
+    assert sorted(os.listdir("back")) == sorted([*names, "model.safetensors"])
+    assert filecmp.cmpfiles("back", "hf", names, shallow=False) == (names, [], [])
     want = {k: t.astype(ml_dtypes.bfloat16) for k, t in huggingface.to_tensors(model, parameters)}
     assert_same_tensors(load_file("back/model.safetensors"), want)
     # The copy in the run is what counts; without it the folder that the run began with.
