@@ -81,6 +81,7 @@ def import_model(source: Path, folder: Path, *, check: bool = False) -> Summary:
     shapes = {name: info.shape for name, info in tensors.layout.tensors.items()}
     with complaints_about(source):
         naming, dropped = huggingface.match_names(config["model_type"], model, shapes)
+    tensors.check_types(name for name in shapes if name not in dropped)
     leaves = plan(huggingface.pieces(model, naming), huggingface.leaf_shapes(model))
     size = _nbytes(leaves)
     _check_space(folder, size)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +71,7 @@ class TensorFolder:
     """The tensors in model.safetensors, or in the files that model.safetensors.index.json lists.
 
     Raises:
-        ConfigError: for a folder without them, or a file that is missing, damaged or holds other types than `DTYPES`.
+        ConfigError: for a folder without them, or a file that is missing or damaged.
     """
 
     def __init__(self, folder: Path):
@@ -87,6 +87,7 @@ class TensorFolder:
             metadata={name: file.metadata() or {} for name, file in self._files.items()},
             index=index.get("metadata") or {} if index else {},
         )
+        self._tensors = self.layout.tensors
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Return rows of a tensor, in its own type."""
@@ -94,6 +95,16 @@ class TensorFolder:
             return self._files[self._place[name]].get_slice(name)[rows]
         except SafetensorError as error:
             raise ConfigError(f"cannot read {name} in {self.folder / self._place[name]}: {error}") from None
+
+    def check_types(self, names: Iterable[str]) -> None:
+        """Compare the types of tensors with `DTYPES`.
+
+        Raises:
+            ConfigError: for one of another type.
+        """
+        for name in names:
+            if (dtype := self._tensors[name].dtype) not in DTYPES:
+                raise ConfigError(f"{name} in {self.folder} has the type {dtype}; we read {', '.join(DTYPES)} weights")
 
     def _open(self, name: str) -> Any:
         path = self.folder / name
@@ -104,12 +115,9 @@ class TensorFolder:
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
 
-    def _info(self, file: Any, name: str) -> TensorInfo:
+    @staticmethod
+    def _info(file: Any, name: str) -> TensorInfo:
         found = file.get_slice(name)
-        if found.get_dtype() not in DTYPES:
-            raise ConfigError(
-                f"{name} in {self.folder} has the type {found.get_dtype()}; we read {', '.join(DTYPES)} weights"
-            )
         return TensorInfo(found.get_dtype(), tuple(found.get_shape()))
 
 

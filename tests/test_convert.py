@@ -111,10 +111,11 @@ def test_names_of_the_hubs_gpt2(capsys):
     copied("gpt2-tiny", "hf")
     tensors = {name.removeprefix("transformer."): t for name, t in load_file("hf/model.safetensors").items()}
     tensors["lm_head.weight"] = tensors["wte.weight"]
-    masks = {f"h.{layer}.attn.bias": np.tril(np.ones((1, 1, 32, 32), np.float32)) for layer in range(4)}
+    masks = {f"h.{layer}.attn.bias": np.tril(np.ones((1, 1, 32, 32), bool)) for layer in range(4)}
+    masks["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
     save_file(tensors | masks, "hf/model.safetensors")
     run("hf", "ours")
-    assert "left out 4 constants that are no parameters, such as h.0.attn.bias\n" in capsys.readouterr().out
+    assert "left out 5 constants that are no parameters, such as h." in capsys.readouterr().out
     run("ours", "back")
     assert_same_tensors(load_file("back/model.safetensors"), tensors)
     tensors["lm_head.weight"] = tensors["wte.weight"] + np.float32(1e-6)
