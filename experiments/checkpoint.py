@@ -176,7 +176,7 @@ class Checkpoints:
         sums = np.asarray(checksums(state, unpadded)).tolist()
         arrays = {name: [kind, int(c)] for (name, kind), c in zip(_signatures(unpadded).items(), sums, strict=True)}
         record = {**dataclasses.asdict(position), "arrays": arrays}
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(_sealed(record)))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(sealed(record)))
         self._writing = position.step
         with self._written():
             saved = self._manager.save(position.step, args=args)
@@ -258,7 +258,7 @@ class Checkpoints:
         args = ocp.args.Composite(position=ocp.args.JsonRestore())
         record = self._manager.restore(step, args=args)["position"]
         content = {name: value for name, value in record.items() if name != "sha256"}
-        if record != _sealed(content):
+        if record != sealed(content):
             raise _Damaged("its position has other bytes than were saved")
         arrays = content.pop("arrays")
         return Position(**content), arrays
@@ -290,7 +290,7 @@ class Checkpoints:
         except Exception as error:
             path = self.folder / str(self._writing)
             raise CheckpointError(
-                f"checkpoint {path} could not be written: {_reason(error)}; older ones are kept"
+                f"checkpoint {path} could not be written: {reason_of(error)}; older ones are kept"
             ) from error
 
     @contextlib.contextmanager
@@ -301,7 +301,7 @@ class Checkpoints:
         except ConfigError:
             raise
         except Exception as error:
-            path, reason = self.folder / str(step), _reason(error)
+            path, reason = self.folder / str(step), reason_of(error)
             if wanted is not None:
                 raise ConfigError(f"checkpoint {path} cannot be read: {reason}") from error
             if step not in self._told:
@@ -353,12 +353,13 @@ def _silence_late_reads() -> None:
     sys.unraisablehook = _report_unraisable
 
 
-def _sealed(content: dict[str, Any]) -> dict[str, Any]:
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a position with its own checksum."""
     text = json.dumps(content, sort_keys=True)
     return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return the first line of an error's text; of TensorStore's long ones, what the operating system said."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

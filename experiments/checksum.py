@@ -1,10 +1,12 @@
 """A checksum of arrays that no mesh changes: what was saved is what is restored, bit for bit."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -39,3 +41,23 @@ def _checksum(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     for axis, size in enumerate(shape):
         position = position * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     return jnp.sum((2 * position + 1) * words, dtype=jnp.uint32)
+
+
+def region_checksum(values: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
+    """Return what a region of an array adds to its checksum, mod 2^32: regions that cover the array sum up to it.
+
+    Args:
+        values: the region's elements, of one, two or four bytes.
+        start: index in the array of the region's first element.
+        shape: of the array, without padding.
+    """
+    words = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}").astype(np.uint32, copy=False)
+    sums = words[None]  # arrays to the end: numpy warns of scalars that overflow
+    positions = np.zeros(1, np.uint32)  # sum of i w_i, as far as the axes are summed over
+    stride = 1
+    for first, size in zip(reversed(start), reversed(shape), strict=True):
+        index = np.arange(first, first + sums.shape[-1], dtype=np.uint32)
+        positions = positions.sum(-1, dtype=np.uint32) + np.uint32(stride) * (sums @ index)
+        sums = sums.sum(-1, dtype=np.uint32)
+        stride = stride * size % 2**32
+    return (int(sums[0]) + 2 * int(positions[0])) % 2**32

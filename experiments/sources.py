@@ -212,9 +212,9 @@ def _end_of_piece(block: bytes) -> int:
 
 
 @contextlib.contextmanager
-def reading_bar(total: int) -> Iterator[Callable[[int], None]]:
+def reading_bar(total: int, doing: str = "tokenizing") -> Iterator[Callable[[int], None]]:
     """Show how much of `total` bytes has been read, on a terminal only; yields what to tell how many more."""
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("left"))
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("left"))
     with Progress(*columns, disable=not sys.stdout.isatty(), transient=True) as bar:
-        task = bar.add_task("tokenizing", total=total)
+        task = bar.add_task(doing, total=total)
         yield lambda read: bar.advance(task, read)

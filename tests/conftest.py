@@ -4,6 +4,7 @@ import collections
 import contextlib
 import logging
 import os
+import subprocess
 
 import jax
 import pytest
@@ -77,6 +78,26 @@ def uninterrupted(compiled, tmp_path_factory):
     with _compiled_into(compiled), (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
         assert train.main([*TINY, *recording, f"--out={folder}"]) == 0
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a function that mounts a file system with a number of bytes and of files."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = []
+
+    def mount(size: str, files: int):
+        options = f"size={size},nr_inodes={files}"
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -164,26 +164,6 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(uninterrupted
     assert numbers(tmp_path, "step", "loss")[:6] == numbers(uninterrupted, "step", "loss")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Return a function that mounts a file system with a number of bytes and of files."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = []
-
-    def mount(size: str, files: int):
-        options = f"size={size},nr_inodes={files}"
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_is_saved(
     uninterrupted, compiled_once, small_disk, tmp_path
 ):  # K2
