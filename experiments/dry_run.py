@@ -1,4 +1,4 @@
-"""What a run would need, before it is paid for: `python -m experiments.train --dry-run --model=qwen-7b --mesh=dp8,pp4,tp8`.
+"""What a run would need, before it is paid for: `experiments.train --dry-run --model=qwen-7b --mesh=dp8,pp4,tp8`.
 
 The training step is traced from shapes and compiled for the mesh, on emulated CPU devices or, with `--target=h200`, for
 GPUs that need not be there. No array of the model is made and no text is read.
@@ -60,10 +60,12 @@ def dry_run(arguments: Arguments, config: TrainConfig) -> int:
     started = time.perf_counter()
     compiled = _compiled(program, arguments.target)
     seconds = time.perf_counter() - started
-    rows = _sent(program, compiled)
+    text = compiled.as_text()
+    assert text is not None, "this backend prints no HLO, so nobody knows what travels"
+    rows = _sent(program, text)
     source = f"XLA:GPU for {arguments.target.upper()}" if arguments.target else _CPU
     items = memory.memory_items(program, compiled, source)
-    arrays = memory.largest_arrays(compiled.as_text())
+    arrays = memory.largest_arrays(text)
     name = arguments.model or arguments.init_from or f"the model of recipe {config.recipe}"
     plan = {
         **_work(program, name),
@@ -201,9 +203,8 @@ def _compiled(program: step.Program, target: str) -> jax.stages.Compiled:
         raise ConfigError(f"XLA cannot compile the step for {target or 'CPU devices'}: {reason}") from None
 
 
-def _sent(program: step.Program, compiled: jax.stages.Compiled) -> list[CommunicationRow]:
-    text, sizes = compiled.as_text(), dict(program.mesh.shape)
-    assert text is not None, "this backend prints no HLO, so nobody knows what travels"
+def _sent(program: step.Program, text: str) -> list[CommunicationRow]:
+    sizes = dict(program.mesh.shape)
     collectives = communication.read_collectives(text, sizes)
     planned = communication.planned_collectives(program.jaxpr, sizes)
     communication.check(collectives, planned, program.compressed_directions, program.compression.min_bytes)
@@ -240,4 +241,4 @@ def _capacities(target: str) -> dict[str, int]:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**24 else f"{size / 2**10:.2f} KiB"

@@ -1,4 +1,4 @@
-"""What a device holds during a training step: the state, from its shardings, and the rest, from XLA's buffer assignment.
+"""What a device holds during a training step: the state, by its shardings, and the rest, as XLA assigns it.
 
 program = step.build(config, mesh)
 state = state_items(program)                      # needs no compilation
