@@ -143,7 +143,7 @@ def print_plan(plan: Mapping[str, Any], rows: list[CommunicationRow]) -> None:
     if rows:
         print(f"\ncommunication per step and device:\n{communication.communication_text(rows)}")
     if plan["target"] == "cpu" and any(not row.compressed for row in rows):
-        print("(XLA:CPU widens exact bf16 messages to f32; the bf16 column is what GPUs would send)")
+        print("(XLA:CPU may widen exact bf16 messages to f32; gradients and scales are f32 on GPUs too)")
     print(f"communication: {sent['verdict']}")
 
 
