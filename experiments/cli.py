@@ -97,6 +97,10 @@ class Arguments:
     """Change any other field that --print-config shows."""
     print_config: bool = False
     """Print the configuration as JSON and stop."""
+    dry_run: bool = False
+    """Compile the step from shapes alone, print what a device would hold, send and compute, and stop."""
+    target: Annotated[str, _flag("a100|h100|h200|b200", "emulated CPU devices")] = ""
+    """GPU that --dry-run compiles for; it need not be there, JAX's CUDA compiler must."""
 
 
 # Fields of the configuration that have a flag of their own.
@@ -120,7 +124,10 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         ConfigError: for what it cannot read, on one line.
         SystemExit: after `--help`.
     """
-    return parse_command_line(Arguments, PROGRAM, argv)
+    arguments = parse_command_line(Arguments, PROGRAM, argv)
+    if arguments.target and not arguments.dry_run:
+        raise ConfigError("--target needs --dry-run: a run takes the devices that are there")
+    return arguments
 
 
 def parse_command_line(kind: type[T], program: str, argv: Sequence[str]) -> T:

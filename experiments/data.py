@@ -12,7 +12,7 @@ import importlib.resources
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -122,18 +122,23 @@ def load_corpus(config: DataConfig) -> Corpus:
             window of sequence_length + 1 ids.
     """
     named = parse_sources(config.path)
-    sidecars = {source.path: read_sidecar(Path(source.path)) for source in named if source.path.endswith(".bin")}
-    if config.tokenizer or not sidecars:
-        tokenizer = load_tokenizer(config.tokenizer or BYTES)
-    else:
-        path, sidecar = next(iter(sidecars.items()))
-        tokenizer = sidecar_tokenizer(Path(path), sidecar)
+    sidecars = _read_sidecars(named)
+    tokenizer = _tokenizer(config, sidecars)
     sources = [_load_source(source, sidecars.get(source.path), config, tokenizer) for source in named]
     weights = [named[i].weight or len(source.train) for i, source in enumerate(sources)]
     total = math.fsum(weights)
     return Corpus(
         tuple(dataclasses.replace(s, weight=w / total) for s, w in zip(sources, weights, strict=True)), tokenizer
     )
+
+
+def tokenizer_of_data(config: DataConfig) -> Tokenizer:
+    """Return the tokenizer of what `load_corpus` would open; no text is read.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+    return _tokenizer(config, {} if config.tokenizer else _read_sidecars(parse_sources(config.path)))
 
 
 def with_model_sizes(config: TrainConfig, corpus: Corpus) -> TrainConfig:
@@ -234,6 +239,17 @@ def _shares(sources: Sequence[Source], total: int) -> list[int]:
     for i in by_remainder[: max(0, total - sum(shares))]:
         shares[i] += 1
     return shares
+
+
+def _read_sidecars(named: Sequence[Named]) -> dict[str, Sidecar]:
+    return {source.path: read_sidecar(Path(source.path)) for source in named if source.path.endswith(".bin")}
+
+
+def _tokenizer(config: DataConfig, sidecars: Mapping[str, Sidecar]) -> Tokenizer:
+    if config.tokenizer or not sidecars:
+        return load_tokenizer(config.tokenizer or BYTES)
+    path, sidecar = next(iter(sidecars.items()))
+    return sidecar_tokenizer(Path(path), sidecar)
 
 
 def _load_source(named: Named, sidecar: Sidecar | None, config: DataConfig, tokenizer: Tokenizer) -> Source:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from experiments import optimizer
 from experiments.compiler_options import step_options
 from experiments.config import TrainConfig, validate
-from experiments.sites import first_true, nonfinite_origin, site_metrics
+from experiments.sites import MESSAGES, first_true, nonfinite_origin, site_metrics
 from taco_jax import Compression, SitePair, all_gather, init_scales, psum, save_payloads, split_scales, update_scales
 from taco_jax.compat import vary
 from taco_jax.models.config import ModelConfig
@@ -165,7 +165,7 @@ class Program:
 
     @functools.cached_property
     def _traced(self) -> jax.stages.Traced:
-        batch = self._abstract_batch
+        batch = self.abstract_batch
         replicated = NamedSharding(self.mesh, P())
         step = jax.jit(
             self._step,
@@ -176,7 +176,15 @@ class Program:
         return step.trace(self._shapes, jax.ShapeDtypeStruct((), jnp.int32), batch)
 
     @property
-    def _abstract_batch(self) -> dict:
+    def compressed_directions(self) -> dict[str, list[str]]:
+        """Site -> directions in which its tensor-parallel messages are to be compressed."""
+        if self.mesh.shape["tp"] == 1:
+            return {}
+        return {site: [way for way in ways if getattr(self.compression, way)] for site, ways in MESSAGES.items()}
+
+    @property
+    def abstract_batch(self) -> dict:
+        """The tree of `ShapeDtypeStruct` of a batch, which lies like `batch_sharding`."""
         shape = (self.config.data.batch_size, self.config.data.sequence_length)
         return {k: jax.ShapeDtypeStruct(shape, t) for k, t in BATCH_DTYPES.items()}
 
@@ -301,7 +309,7 @@ class Program:
 
     def traced_evaluation(self) -> jax.stages.Traced:
         """Return the traced program of `eval_step`, for a look at what it sends."""
-        return self._evaluate.trace(self._shapes["params"], self._shapes["scales"], self._abstract_batch)
+        return self._evaluate.trace(self._shapes["params"], self._shapes["scales"], self.abstract_batch)
 
     def eval_step(self, state: dict, batch: dict) -> dict:
         """Return {"loss_sum", "tokens"} of a batch: nats over its tokens, and their number."""

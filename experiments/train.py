@@ -33,6 +33,7 @@ from experiments.checkpoint import CheckpointError, Checkpoints, Position, check
 from experiments.cli import PROGRAM, Arguments, build_config, config_json, parse_arguments
 from experiments.config import ConfigError, TrainConfig, profiled_steps, validate
 from experiments.data import Batch, Corpus, TrainingData, load_corpus, validation_batches, with_model_sizes
+from experiments.dry_run import dry_run
 from experiments.flops import throughput_of
 from experiments.generation import Generator, Sampling, allowed_ids
 from experiments.metrics import (
@@ -49,7 +50,6 @@ from experiments.processes import Processes, join, mesh_of
 from experiments.profiling import Profiler
 from experiments.replicas import ReplicasDiffer, replica_check
 from experiments.saved import split_checkpoint
-from experiments.sites import MESSAGES
 from experiments.stopping import Stop, describe
 from experiments.trackers import check_installed, tracking
 from taco_jax.models.config import padding_note
@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse_arguments(argv)
         config = build_config(arguments)
         validate(config)
+        if arguments.dry_run:
+            return dry_run(arguments, config)
         if arguments.print_config:
             print(config_json(config), end="")
             return 0
@@ -281,13 +283,7 @@ def _report_communication(run: Run) -> None:
     if rows:
         _log.info("communication per step and device:\n%s", communication.communication_text(rows))
     _write(run.folder / "communication.json", json.dumps(communication.communication_json(rows), indent=2) + "\n")
-    compression = step.compression_of(run.config)
-    configured = {
-        site: [direction for direction in directions if getattr(compression, direction)]
-        for site, directions in MESSAGES.items()
-        if sizes["tp"] > 1
-    }
-    communication.check(collectives, plan, configured, compression.min_bytes)
+    communication.check(collectives, plan, program.compressed_directions, program.compression.min_bytes)
 
 
 def _first_state(run: Run, parameters: Any) -> tuple[Any, int]:
