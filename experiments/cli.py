@@ -63,7 +63,7 @@ class Arguments:
 
     mesh: Annotated[str, _flag("dp4,pp4,tp8")] = ""
     """Devices per axis: data, pipeline, tensor parallel; CPU devices are emulated where there are too few."""
-    recipe: Annotated[str, _flag("main|small|tiny", "main")] = "main"
+    recipe: Annotated[str, _flag("main|small|tiny|large", "main; large with a published model")] = ""
     """Starting point that the other flags change."""
     model: Annotated[str, _flag("NAME", "the recipe's, or that of --init-from")] = ""
     """Architecture by name: gpt2-124m, gpt3-6.7b, qwen-7b, qwen2.5-7b, qwen3-0.6b, ... or gpt2-tiny, qwen3-tiny."""
@@ -154,9 +154,14 @@ def build_config(arguments: Arguments) -> TrainConfig:
         ConfigError: for a recipe, a model or a field that does not exist, a value of another type or a model that
             cannot be.
     """
-    config = _named("recipe", arguments.recipe, RECIPES)
-    if arguments.model:
-        config = dataclasses.replace(config, model=_named("model", arguments.model, PRESETS))
+    model = _named("model", arguments.model, PRESETS) if arguments.model else None
+    published = model is not None and model.vocab_size > 0
+    config = _named("recipe", arguments.recipe or ("large" if published else "main"), RECIPES)
+    if model is not None:
+        config = dataclasses.replace(config, model=model)
+        if published and not arguments.recipe:
+            data = dataclasses.replace(config.data, sequence_length=min(2048, model.max_positions))
+            config = dataclasses.replace(config, data=data)
     elif arguments.init_from:
         config = with_model_of(config, Path(arguments.init_from))
     flags = {name: getattr(arguments, flag) for flag, name in _FLAGS.items()}

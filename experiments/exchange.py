@@ -15,25 +15,21 @@ from experiments.checksum import region_checksum
 from experiments.cli import config_json
 from experiments.config import ConfigError, TrainConfig
 from experiments.origin import Origin, complaints_about, origin_of, origin_text, read_json, written_as
-from experiments.saved import HUGGINGFACE, read_config, split_checkpoint, tokenizer_of
+from experiments.saved import (
+    GENERATION_FILES,
+    HUGGINGFACE,
+    TOKENIZER_FILES,
+    carry,
+    read_config,
+    split_checkpoint,
+    tokenizer_of,
+)
 from experiments.sources import reading_bar
 from experiments.step import model_config
 from experiments.streaming import Block, Leaf, StoredParameters, plan, write_checkpoint
 from experiments.tensor_files import DTYPES, INDEX, SINGLE, Layout, TensorFolder, TensorWriter
-from experiments.tokenizer import BYTES, tokenizer_files
+from experiments.tokenizer import BYTES, byte_tokenizer_files, tokenizer_files
 from taco_jax.models import huggingface, huggingface_config
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "qwen.tiktoken",
-)
-GENERATION_FILES = ("generation_config.json",)
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ def import_model(source: Path, folder: Path, *, check: bool = False) -> Summary:
     (folder / "config.json").write_text(config_json(run), encoding="utf-8")
     origin = Origin(config, naming, tensors.layout)
     (folder / HUGGINGFACE).write_text(origin_text(origin, dropped), encoding="utf-8")
-    _carry(TOKENIZER_FILES + GENERATION_FILES, [source], folder)
+    carry(TOKENIZER_FILES + GENERATION_FILES, [source], folder)
     notes = []
     if dropped:
         notes.append(f"left out {len(dropped)} constants that are no parameters, such as {dropped[0]}")
@@ -151,8 +147,11 @@ def export_model(
             _export_leaf(stored, leaf, written.layout, writer, report)
     (folder / "config.json").write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
     beside = split_checkpoint(source)[0]
-    _carry(TOKENIZER_FILES, [beside, *_tokenizer_folder(source, run)], folder)
-    _carry(GENERATION_FILES, [beside, *([Path(run.init_from)] if run.init_from else [])], folder)
+    carry(TOKENIZER_FILES, [beside, *_tokenizer_folder(source, run)], folder)
+    if not (beside / HUGGINGFACE).exists() and tokenizer_of(source, run) in ("", BYTES):
+        for name, text in byte_tokenizer_files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+    carry(GENERATION_FILES, [beside, *([Path(run.init_from)] if run.init_from else [])], folder)
     types = sorted({DTYPES[info.dtype].name for info in written.layout.tensors.values()})
     if check:
         from experiments.same_logits import check_export
@@ -238,15 +237,6 @@ def _tokenizer_folder(source: Path, run: TrainConfig) -> list[Path]:
     with contextlib.suppress(ConfigError):
         return [] if name in ("", BYTES) else [tokenizer_files(name)[0].parent]
     return []
-
-
-def _carry(names: tuple[str, ...], sources: list[Path], folder: Path) -> None:
-    """Copy files that go along as they are, from the first folder that has some of them."""
-    for source in sources:
-        if there := [name for name in names if (source / name).is_file()]:
-            for name in there:
-                shutil.copyfile(source / name, folder / name)
-            return
 
 
 def _check_has_weights(source: Path) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 from experiments.config import (
     CheckpointConfig,
+    CommunicationConfig,
     DataConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
-from taco_jax.models.presets import gpt2_tiny
+from taco_jax.models.presets import gpt2_124m, gpt2_tiny
 
 
 def main() -> TrainConfig:
@@ -60,4 +61,19 @@ def tiny() -> TrainConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"main": main, "small": small, "tiny": tiny}
+def large() -> TrainConfig:
+    """Return the beginning of a real training run, for the published architectures on GPUs."""
+    return TrainConfig(
+        recipe="large",
+        steps=1000,
+        eval_every=250,
+        model=gpt2_124m(),
+        data=DataConfig(sequence_length=1024, batch_size=256),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100, decay_steps=1000),
+        parallel=ParallelConfig(num_microbatches=16),
+        communication=CommunicationConfig(min_bytes=65536),
+        checkpoint=CheckpointConfig(every=250),
+    )
+
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"main": main, "small": small, "tiny": tiny, "large": large}

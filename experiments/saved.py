@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,18 @@ from experiments.tokenizer import tokenizer_files
 
 HUGGINGFACE = "huggingface.json"
 """File of a folder whose model came from Hugging Face: its config.json and the names and dtypes of its tensors."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "qwen.tiktoken",
+)
+GENERATION_FILES = ("generation_config.json",)
 
 
 def split_checkpoint(path: Path) -> tuple[Path, int | None]:
@@ -62,6 +75,23 @@ def tokenizer_of(path: Path, saved: TrainConfig) -> str:
     except ConfigError:
         return saved.data.tokenizer
     return str(folder)
+
+
+def carry(names: tuple[str, ...], sources: list[Path], folder: Path) -> None:
+    """Copy files that go along as they are, from the first folder that has some of them."""
+    for source in sources:
+        if there := [name for name in names if (source / name).is_file()]:
+            for name in there:
+                shutil.copyfile(source / name, folder / name)
+            return
+
+
+def keep_origin(config: TrainConfig, folder: Path) -> None:
+    """Copy to a run's folder what came with the model that it starts from, so that the run can be used without it."""
+    source = split_checkpoint(Path(config.init_from))[0]
+    carry((HUGGINGFACE, *GENERATION_FILES), [source], folder)
+    if config.data.tokenizer == str(source):
+        carry(TOKENIZER_FILES, [source], folder)
 
 
 def _from_dict(default: Any, content: dict[str, Any]) -> Any:

@@ -77,7 +77,7 @@ def byte_tokenizer_files() -> dict[str, str]:
     """Return the files, name -> text, with which Hugging Face's libraries read bytes as `ByteTokenizer` does."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": None,
@@ -91,7 +91,7 @@ def byte_tokenizer_files() -> dict[str, str]:
 
 
 def _byte_characters() -> str:
-    """Return the character that stands for each byte in byte-level vocabularies: itself if it can be seen, or 256 + n."""
+    """Return the character of each byte in byte-level vocabularies: itself if it can be seen, or 256 + n."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
     return "".join(chr(byte if byte in seen else 256 + others.index(byte)) for byte in range(256))
@@ -135,8 +135,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer called `name`.
 
     Args:
-        name: "bytes", a tokenizer.json (one that maps each byte to itself is bytes), a folder with one or with vocab.json and merges.txt (or encoder.json and
-            vocab.bpe), or the two paths "VOCAB,MERGES".
+        name: "bytes", a tokenizer.json (one that maps each byte to itself is bytes), a folder with one or with
+            vocab.json and merges.txt (or encoder.json and vocab.bpe), or the two paths "VOCAB,MERGES".
 
     Raises:
         ConfigError: if there is no such file, it holds no tokenizer, or the package `tokenizers` is missing.

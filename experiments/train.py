@@ -49,7 +49,7 @@ from experiments.nonfinite import Diverged, NonfiniteGuard
 from experiments.processes import Processes, join, mesh_of
 from experiments.profiling import Profiler
 from experiments.replicas import ReplicasDiffer, replica_check
-from experiments.saved import split_checkpoint
+from experiments.saved import keep_origin, split_checkpoint
 from experiments.stopping import Stop, describe
 from experiments.trackers import check_installed, tracking
 from taco_jax.models.config import padding_note
@@ -145,7 +145,7 @@ def train(config: TrainConfig, session: Session) -> int:
         _describe(config, corpus, folder, mesh, session.command)
         program = step.build(config, mesh)
         checkpoints.check_space(program.abstract_state())
-        parameters = None if saved or not config.init_from else _load_parameters(config, program)
+        parameters = None if saved or not config.init_from else _load_parameters(config, program, folder)
         _compile(program)
         run = Run(config, session, corpus, program, checkpoints)
         _report_communication(run)
@@ -301,13 +301,15 @@ def _first_state(run: Run, parameters: Any) -> tuple[Any, int]:
     return run.program.calibrate(state, place(first, run.program.batch_sharding)), 0
 
 
-def _load_parameters(config: TrainConfig, program: step.Program) -> Any:
-    """Return the parameters of the run, or of the one checkpoint, that --init-from names."""
-    folder, at = split_checkpoint(Path(config.init_from))
-    with Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints:
+def _load_parameters(config: TrainConfig, program: step.Program, folder: Path) -> Any:
+    """Return the parameters of the run, or of the one checkpoint, that --init-from names; keep what came with them."""
+    source, at = split_checkpoint(Path(config.init_from))
+    with Checkpoints(source / "checkpoints", config.checkpoint) as checkpoints:
         target, unpadded = ({"params": tree["params"]} for tree in (program.abstract_state(), program.unpadded_state))
         restored, position = checkpoints.restore_parts(target, at, unpadded)
-    _log.info("parameters of %s, step %d; optimizer and scales start anew", folder, position.step)
+    _log.info("parameters of %s, step %d; optimizer and scales start anew", source, position.step)
+    if jax.process_index() == 0:
+        keep_origin(config, folder)
     return restored["params"]
 
 

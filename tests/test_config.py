@@ -182,6 +182,14 @@ def test_a_model_by_name_is_the_starting_point_of_the_settings():
     assert (config.model, config.data) == (model, read("--recipe=tiny").data)
 
 
+def test_a_published_model_has_the_large_recipe_unless_another_is_named():
+    config = read("--model=qwen-7b", "--mesh=dp8,pp4,tp8")
+    assert (config.recipe, config.data.sequence_length, config.data.batch_size) == ("large", 2048, 256)
+    assert read("--model=gpt2-355m").data.sequence_length == 1024
+    assert read("--model=qwen3-tiny").recipe == "main"
+    assert read("--model=gpt2-124m", "--recipe=small").data == read("--recipe=small").data
+
+
 def test_a_run_from_another_takes_its_model_and_tokenizer(tmp_path):
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     saved = apply_settings(read("--model=qwen2-tiny"), ["data.tokenizer=gpt2", "model.num_layers=3"])
