@@ -109,7 +109,7 @@ class Generator:
             state: {"params", "scales"} on the program's mesh.
             prompt: one id or more.
         """
-        text, count = list(prompt), 0
+        text, count, slid = list(prompt), 0, False
         recent = text[-self.length :]
         cache, position = None, 0
         while True:
@@ -125,7 +125,11 @@ class Generator:
             count += 1
             yield token
             if position == self.length:
-                _log.info("the cache of %d positions is full; going on from the last %d", position, self.length // 2)
+                if not slid:
+                    _log.info(
+                        "the cache of %d positions is full; going on from the last half, here and later", position
+                    )
+                slid = True
                 recent, cache = text[-(self.length // 2) :], None
 
     def _timed(self, state: dict, tokens: np.ndarray, start: int, size: int, count: int, cache: Any) -> tuple[int, Any]:
