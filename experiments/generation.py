@@ -6,7 +6,6 @@ the devices of dp all do the same.
 
 import dataclasses
 import functools
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,8 +22,6 @@ from experiments.tokenizer import Tokenizer
 from taco_jax.compat import vary
 from taco_jax.models.decoder import LAYER_SITES
 from taco_jax.sharding import pipeline
-
-_log = logging.getLogger("experiments")
 
 CACHE = P("pp", None, None, "tp", None)
 """Keys and values are global [L, 1, T, K, D]; K counts a key head once for every device that holds it."""
@@ -109,7 +106,7 @@ class Generator:
             state: {"params", "scales"} on the program's mesh.
             prompt: one id or more.
         """
-        text, count, slid = list(prompt), 0, False
+        text, count = list(prompt), 0
         recent = text[-self.length :]
         cache, position = None, 0
         while True:

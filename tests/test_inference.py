@@ -42,6 +42,7 @@ def test_the_text_is_the_same_on_every_mesh(uninterrupted, capsys, compiled_once
     options = (f"--prompt={PROMPT}", "--num-tokens=24", "--temperature=0", "--dtype=float32")
     one = run(generate, capsys, uninterrupted, *options)
     assert one.out.startswith(PROMPT) and len(one.out) > len(PROMPT) + 8
+    assert "longer than the model's 32 positions" in one.err
     assert "step 6: gpt of 2 layers on dp1,pp1,tp1" in one.err and "ms per token (median of" in one.err
     assert run(generate, capsys, uninterrupted, *options, "--mesh=tp8").out == one.out
     ids = ",".join(map(str, PROMPT.encode()))

@@ -1,13 +1,17 @@
 """The README's library example runs as printed, and its commands exist."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 
 
 def test_library_example_runs_as_printed():
@@ -41,3 +45,25 @@ def test_codecs_prints_every_preset(capsys):
         assert size == sent and low < single < high, out
         assert (single, reduced) == pytest.approx((predicted, predicted_sum), abs=0.3)
     assert float(re.search(r"(\S+) % of 2", out).group(1)) >= 99.99
+
+
+@pytest.mark.slow
+def test_convert_fine_tune_generate_export_as_printed(tmp_path):
+    block = re.search(r"^Convert, fine-tune.*?```\n(.*?)```", README.read_text(), re.S | re.M)[1]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "LICENSE").symlink_to(ROOT / "LICENSE")
+    outputs = []
+    for line in block.strip().splitlines():
+        command = [sys.executable, *shlex.split(line)[1:]]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert "validation loss" in outputs[1]
+    assert outputs[2].startswith("In the beginning ")
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "exported" / name).read_bytes() == (ROOT / "examples/kjv-qwen3" / name).read_bytes()
+    folders = (ROOT / "examples/kjv-qwen3", tmp_path / "exported")
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    assert before.keys() == after.keys()
+    assert all(before[name].dtype == after[name].dtype and (before[name] != after[name]).any() for name in before)
