@@ -97,9 +97,7 @@ def _generate(arguments: Arguments) -> None:
     _say(f"{model.folder}, step {model.step}: {config.family} of {config.num_layers} layers on {arguments.mesh}")
     _prepare(generator, model, len(prompt))
     if len(prompt) + arguments.num_tokens > config.max_positions:
-        _say(
-            f"longer than the model's {config.max_positions} positions: when they are full it goes on from the last half"
-        )
+        _say(f"longer than the model's {config.max_positions} positions; when they are full it keeps the last half")
     ends = _end_ids(model, tokenizer)
     drawn = itertools.islice(generator.generate(model.state, prompt), arguments.num_tokens)
     tokens = itertools.takewhile(lambda token: token not in ends, drawn)

@@ -122,11 +122,6 @@ class Generator:
             count += 1
             yield token
             if position == self.length:
-                if not slid:
-                    _log.info(
-                        "the cache of %d positions is full; going on from the last half, here and later", position
-                    )
-                slid = True
                 recent, cache = text[-(self.length // 2) :], None
 
     def _timed(self, state: dict, tokens: np.ndarray, start: int, size: int, count: int, cache: Any) -> tuple[int, Any]:
