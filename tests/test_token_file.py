@@ -188,7 +188,7 @@ def test_mistakes_end_the_trainer_with_one_line_and_code_2(tmp_path, ids, capsys
         ([f"--data={gpt2},{good}"], "good.bin was made with the tokenizer bytes (sha256 bytes), not with"),
         ([f"--data={gpt2}", "--set=model.vocab_size=50000"], "model.vocab_size=50000 is smaller than the 50257 of"),
         (["--set=model.vocab_size=255"], "model.vocab_size=255 is smaller than the 256 of the tokenizer bytes"),
-        (["--set=model.vocab_size=-1"], "model.vocab_size must be at least 0, got -1"),
+        (["--set=model.vocab_size=-1"], "model: vocab_size must be 0 or more, got -1"),
         (["--set=data.tokenizer=gone.json"], "cannot read the tokenizer gone.json: gone.json: No such file"),
     ]
     for argv, part in cases:
