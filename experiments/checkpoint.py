@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class CheckpointError(Exception):
     """A checkpoint that could not be written; older ones are untouched."""
 
 
-class _Damaged(Exception):
+class Damaged(Exception):
     """A checkpoint whose bytes are not those that were saved."""
 
 
@@ -142,10 +142,9 @@ class Checkpoints:
         Raises:
             ConfigError: if there is no such checkpoint, or it cannot be read.
         """
-        for candidate in self._candidates(step)[:1]:
-            with self._reported(candidate, wanted=candidate):
-                return frozenset(name.split(".")[0] for name in self._record(candidate)[1])
-        raise ConfigError(f"there is no checkpoint in {self.folder}")
+        chosen = chosen_step(self.folder, self._steps(), step)
+        with self._reported(chosen, wanted=chosen):
+            return frozenset(name.split(".")[0] for name in self._record(chosen)[1])
 
     def check_space(self, target: Any) -> None:
         """Compare what one checkpoint of `target` takes with the free space of the file system.
@@ -223,10 +222,9 @@ class Checkpoints:
         Raises:
             ConfigError: if there is none, or these parts of it are others.
         """
-        for candidate in self._candidates(step)[:1]:
-            with self._reported(candidate, wanted=candidate):
-                return self._read(candidate, target, unpadded, partial=True)
-        raise ConfigError(f"there is no checkpoint in {self.folder}")
+        chosen = chosen_step(self.folder, self._steps(), step)
+        with self._reported(chosen, wanted=chosen):
+            return self._read(chosen, target, unpadded, partial=True)
 
     def _read(self, step: int, target: Any, unpadded: Any = None, partial: bool = False) -> tuple[Any, Position]:
         _silence_late_reads()
@@ -250,16 +248,14 @@ class Checkpoints:
         found = np.asarray(checksums(state, unpadded)).tolist()
         wrong = [name for name, c in zip(_signatures(target), found, strict=True) if arrays[name][1] != c]
         if wrong:
-            raise _Damaged(f"{len(wrong)} arrays have other bytes than were saved, {wrong[0]} first")
+            raise Damaged(f"{len(wrong)} arrays have other bytes than were saved, {wrong[0]} first")
         return state, position
 
     def _record(self, step: int) -> tuple[Position, dict[str, list]]:
         """Return a checkpoint's position, and the type and checksum of its arrays."""
         args = ocp.args.Composite(position=ocp.args.JsonRestore())
         record = self._manager.restore(step, args=args)["position"]
-        content = {name: value for name, value in record.items() if name != "sha256"}
-        if record != sealed(content):
-            raise _Damaged("its position has other bytes than were saved")
+        content = unsealed(record)
         arrays = content.pop("arrays")
         return Position(**content), arrays
 
@@ -267,13 +263,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps(), reverse=True)
 
     def _candidates(self, step: int | None) -> list[int]:
-        steps = self._steps()
-        if step is None:
-            return steps
-        if step not in steps:
-            there = ", ".join(map(str, sorted(steps))) or "none"
-            raise ConfigError(f"there is no checkpoint of step {step} in {self.folder}; there are: {there}")
-        return [step]
+        return self._steps() if step is None else [chosen_step(self.folder, self._steps(), step)]
 
     def _wait(self) -> None:
         with self._written():
@@ -353,10 +343,41 @@ def _silence_late_reads() -> None:
     sys.unraisablehook = _report_unraisable
 
 
+def chosen_step(folder: Path, there: Collection[int], step: int | None) -> int:
+    """Return `step`, or the newest checkpoint of those that are `there`.
+
+    Raises:
+        ConfigError: if there is no such checkpoint in `folder`.
+    """
+    if step is None and not there:
+        raise ConfigError(f"there is no checkpoint in {folder}")
+    if step is not None and step not in there:
+        usable = ", ".join(map(str, sorted(there))) or "none"
+        raise ConfigError(f"there is no checkpoint of step {step} in {folder}; there are: {usable}")
+    return max(there) if step is None else step
+
+
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
     """Return a position with its own checksum."""
     text = json.dumps(content, sort_keys=True)
     return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def unsealed(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a position without its own checksum.
+
+    Raises:
+        Damaged: if the checksum is that of other bytes.
+    """
+    content = {name: value for name, value in record.items() if name != "sha256"}
+    if record != sealed(content):
+        raise Damaged("its position has other bytes than were saved")
+    return content
+
+
+def signature(dtype: Any, shape: Sequence[int]) -> str:
+    """Return "dtype[shape]" of an array, as a position has it."""
+    return f"{dtype}{list(shape)}".replace(" ", "")
 
 
 def reason_of(error: Exception) -> str:
@@ -372,10 +393,7 @@ def reason_of(error: Exception) -> str:
 def _signatures(tree: Any) -> dict[str, str]:
     """Return "dtype[shape]" of every array under its dotted path, in the tree's order."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
-        ".".join(str(_key(entry)) for entry in path): f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
-        for path, leaf in leaves
-    }
+    return {".".join(str(_key(entry)) for entry in path): signature(leaf.dtype, leaf.shape) for path, leaf in leaves}
 
 
 def _key(entry: Any) -> Any:

@@ -181,7 +181,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    yield from _mesh_problems(config, **sizes)
+    yield from _mesh_problems(config, sizes["dp"], sizes["pp"])
 
 
 def _field_problems(config: TrainConfig) -> Iterator[str]:
@@ -215,9 +215,9 @@ def _field_problems(config: TrainConfig) -> Iterator[str]:
         yield f"data.sequence_length={config.data.sequence_length} is longer than model.max_positions={longest}"
 
 
-def _mesh_problems(config: TrainConfig, dp: int, pp: int, tp: int) -> Iterator[str]:
+def _mesh_problems(config: TrainConfig, dp: int, pp: int) -> Iterator[str]:
     model = config.model
-    if pp > 0 and model.num_layers > 0 and model.num_layers % pp:
+    if pp > 0 and model.num_layers % pp:
         usable = _listed(divisors(model.num_layers))
         yield f"pp={pp} does not divide model.num_layers={model.num_layers} (usable pp: {usable})"
     parts = dp * config.parallel.num_microbatches

@@ -6,7 +6,6 @@ GPUs that need not be there. No array of the model is made and no text is read.
 
 import dataclasses
 import json
-import math
 import sys
 import time
 import warnings
@@ -29,6 +28,7 @@ from experiments.data import Corpus, tokenizer_of_data, with_model_sizes
 from experiments.flops import training_flops_per_token
 from experiments.metrics import write_atomically
 from experiments.processes import mesh_of
+from experiments.saved import make_folder
 from taco_jax.models.families import parameter_count
 from taco_jax.pallas import registry
 from taco_jax.sharding.mesh import parse_mesh
@@ -54,7 +54,9 @@ def dry_run(arguments: Arguments, config: TrainConfig) -> int:
     jax.config.update("jax_platforms", "cpu")
     config = with_model_sizes(config, Corpus((), tokenizer_of_data(config.data)))
     program = _program(config, arguments.target)
-    folder = _writable(arguments.out)
+    folder = Path(arguments.out) if arguments.out else None
+    if folder:
+        make_folder(folder)
     where = f"{program.mesh.size} x {arguments.target.upper() or 'emulated CPU devices'}"
     print(f"compiling the training step for {where}", file=sys.stderr, flush=True)
     started = time.perf_counter()
@@ -161,21 +163,6 @@ def _check(arguments: Arguments, config: TrainConfig) -> None:
         raise ConfigError(f"--target={target}: {reason}")
 
 
-def _writable(out: str) -> Path | None:
-    """Return the folder of --out, made if need be; None if there is none."""
-    if not out:
-        return None
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write to --out={out}: {error.strerror}") from None
-    return folder
-
-
 def _program(config: TrainConfig, target: str) -> step.Program:
     """Return the programs on a mesh of the target's GPUs, or of emulated devices."""
     if not target:
@@ -220,7 +207,7 @@ def _work(program: step.Program, name: str) -> dict[str, Any]:
     return {
         "model": {"name": name, "parameters": parameter_count(model), **dataclasses.asdict(model)},
         "mesh": config.mesh,
-        "devices": math.prod(sizes.values()),
+        "devices": program.mesh.size,
         "compression": config.compression,
         "implementation": config.communication.implementation,
         "sequence_length": config.data.sequence_length,

@@ -23,38 +23,24 @@ from experiments.cli import parse_command_line
 from experiments.communication import CommunicationMismatch
 from experiments.config import ConfigError, DataConfig
 from experiments.data import Batch, read_ids
-from experiments.inference import load_model, require_compression, sent_per_call, tokenizer_for
+from experiments.inference import ModelArguments, require_compression, sent_per_call, tokenizer_for
 from experiments.metrics import log_to_stderr, progress_bar, write_atomically
 
 PROGRAM = "python -m experiments.evaluate"
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     """Measure the loss and the perplexity of a model on a whole file, on any mesh."""
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = ""
-    """Run folder, one checkpoint in it, or a folder that experiments.convert has written."""
     data: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: the King James Bible)")] = ""
     """A text, .jsonl or .bin file."""
-    mesh: Annotated[str, tyro.conf.arg(metavar="dp2,pp2,tp4")] = "dp1,pp1,tp1"
-    """Devices per axis; CPU devices are emulated where there are too few."""
-    compression: Annotated[str, tyro.conf.arg(metavar="none|taco|taco_block|int8|fp8|paper")] = "none"
-    """What the tensor-parallel messages are sent as."""
-    min_bytes: Annotated[int, tyro.conf.arg(metavar="BYTES")] = 4096
-    """Smaller messages travel exactly."""
     sequence_length: Annotated[int, tyro.conf.arg(metavar="INT")] = 0
-    """Tokens per window; 0 means what the run was trained with, or the model's longest."""
+    """Tokens per window; 0 means the model's longest sequence, but at most 1024."""
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT")] = 32
     """Windows per call over the whole mesh."""
     max_tokens: Annotated[int, tyro.conf.arg(metavar="INT")] = 0
     """Read no more than this many from the beginning of the file; 0 reads all."""
-    dtype: Annotated[str, tyro.conf.arg(metavar="float32|bfloat16")] = ""
-    """Compute type; empty means the run's."""
-    step: Annotated[int, tyro.conf.arg(metavar="INT")] = -1
-    """Which checkpoint of the run; -1 means the newest."""
-    tokenizer: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
-    """As for the trainer; empty means the one in the folder, or the run's."""
     json: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """Write the figures there too."""
 
@@ -90,22 +76,9 @@ def windows(ids: np.ndarray, length: int, rows: int) -> Iterator[Batch]:
 
 
 def _evaluate(arguments: Arguments) -> None:
-    if not arguments.folder:
-        raise ConfigError("name the folder of a run or of a converted model")
-    for name in ("batch_size", "sequence_length", "max_tokens", "min_bytes"):
-        if (value := getattr(arguments, name)) < (name == "batch_size"):
-            raise ConfigError(f"--{name.replace('_', '-')} must be {int(name == 'batch_size')} or more, got {value}")
+    arguments.check(batch_size=1, sequence_length=0, max_tokens=0)
     started = time.perf_counter()
-    model = load_model(
-        Path(arguments.folder),
-        mesh=arguments.mesh,
-        compression=arguments.compression,
-        dtype=arguments.dtype,
-        min_bytes=arguments.min_bytes,
-        step=None if arguments.step < 0 else arguments.step,
-        sequence_length=arguments.sequence_length,
-        batch_size=arguments.batch_size,
-    )
+    model = arguments.load(sequence_length=arguments.sequence_length, batch_size=arguments.batch_size)
     tokenizer = tokenizer_for(model, arguments.tokenizer)
     ids, file_bytes = read_ids(DataConfig(path=arguments.data, tokenizer=arguments.tokenizer), tokenizer)
     text_bytes = float(file_bytes)

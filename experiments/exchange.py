@@ -11,16 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.checkpoint import chosen_step
 from experiments.checksum import region_checksum
 from experiments.cli import config_json
 from experiments.config import ConfigError, TrainConfig
-from experiments.origin import Origin, complaints_about, origin_of, origin_text, read_json, written_as
+from experiments.origin import Origin, complaints_about, origin_of, origin_text, written_as
 from experiments.saved import (
     GENERATION_FILES,
     HUGGINGFACE,
     TOKENIZER_FILES,
     carry,
     read_config,
+    read_json,
     split_checkpoint,
     tokenizer_of,
 )
@@ -221,14 +223,9 @@ def _checkpoint_path(source: Path, step: int | None) -> Path:
     folder, named = split_checkpoint(source)
     if step is not None and named is not None:
         raise ConfigError(f"{source} names a checkpoint already; leave out --step")
-    step = named if step is None else step
-    there = sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
-    if not there:
-        raise ConfigError(f"there is no checkpoint in {folder / 'checkpoints'}")
-    if step is not None and step not in there:
-        usable = ", ".join(map(str, there))
-        raise ConfigError(f"there is no checkpoint of step {step} in {folder / 'checkpoints'}; there are: {usable}")
-    return folder / "checkpoints" / str(there[-1] if step is None else step)
+    checkpoints = folder / "checkpoints"
+    there = [int(path.name) for path in checkpoints.iterdir() if path.name.isdigit()]
+    return checkpoints / str(chosen_step(checkpoints, there, named if step is None else step))
 
 
 def _tokenizer_folder(source: Path, run: TrainConfig) -> list[Path]:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -23,7 +22,7 @@ from experiments.cli import parse_command_line
 from experiments.communication import CommunicationMismatch, communication_json
 from experiments.config import ConfigError
 from experiments.generation import Generator, Sampling, allowed_ids
-from experiments.inference import Model, load_model, require_compression, sent_per_call, tokenizer_for
+from experiments.inference import Model, ModelArguments, require_compression, sent_per_call, tokenizer_for
 from experiments.metrics import log_to_stderr
 from experiments.tokenizer import Tokenizer
 
@@ -31,11 +30,9 @@ PROGRAM = "python -m experiments.generate"
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(ModelArguments):
     """Let a model continue a text, token by token, on any mesh."""
 
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = ""
-    """Run folder, one checkpoint in it, or a folder that experiments.convert has written."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
     """What to continue; - reads standard input."""
     prompt_ids: Annotated[str, tyro.conf.arg(metavar="ID,ID,...")] = ""
@@ -48,18 +45,6 @@ class Arguments:
     """Draw only from the likeliest tokens that together have this probability."""
     seed: Annotated[int, tyro.conf.arg(metavar="INT")] = 0
     """Of the draws; the same text on every mesh, as far as rounding allows."""
-    mesh: Annotated[str, tyro.conf.arg(metavar="dp1,pp2,tp4")] = "dp1,pp1,tp1"
-    """Devices per axis; CPU devices are emulated where there are too few."""
-    compression: Annotated[str, tyro.conf.arg(metavar="none|taco|taco_block|int8|fp8|paper")] = "none"
-    """What the tensor-parallel messages are sent as, in prefill and decode."""
-    min_bytes: Annotated[int, tyro.conf.arg(metavar="BYTES")] = 4096
-    """Smaller messages travel exactly."""
-    dtype: Annotated[str, tyro.conf.arg(metavar="float32|bfloat16")] = ""
-    """Compute type; empty means the run's."""
-    step: Annotated[int, tyro.conf.arg(metavar="INT")] = -1
-    """Which checkpoint of the run; -1 means the newest."""
-    tokenizer: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
-    """As for the trainer; empty means the one in the folder, or the run's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,14 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(arguments: Arguments) -> None:
     sampling = _checked(arguments)
-    model = load_model(
-        Path(arguments.folder),
-        mesh=arguments.mesh,
-        compression=arguments.compression,
-        dtype=arguments.dtype,
-        min_bytes=arguments.min_bytes,
-        step=None if arguments.step < 0 else arguments.step,
-    )
+    model = arguments.load()
     tokenizer = None if arguments.prompt_ids else tokenizer_for(model, arguments.tokenizer)
     prompt = _prompt(arguments, tokenizer, model.program.model_config.vocab_size)
     config = model.program.model_config
@@ -108,14 +86,9 @@ def _generate(arguments: Arguments) -> None:
 
 
 def _checked(arguments: Arguments) -> Sampling:
-    if not arguments.folder:
-        raise ConfigError("name the folder of a run or of a converted model")
+    arguments.check(num_tokens=1)
     if bool(arguments.prompt) == bool(arguments.prompt_ids):
         raise ConfigError('give the beginning of the text as --prompt="..." or as --prompt-ids=ID,ID,...')
-    if arguments.num_tokens < 1:
-        raise ConfigError(f"--num-tokens must be 1 or more, got {arguments.num_tokens}")
-    if arguments.min_bytes < 0:
-        raise ConfigError(f"--min-bytes must be 0 or more, got {arguments.min_bytes}")
     try:
         return Sampling(arguments.temperature, arguments.top_p, arguments.seed)
     except ValueError as error:

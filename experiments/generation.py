@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.step import Program
 from experiments.tokenizer import Tokenizer
 from taco_jax.compat import vary
+from taco_jax.models.config import stored_sizes
 from taco_jax.models.decoder import LAYER_SITES
 from taco_jax.sharding import pipeline
 
@@ -92,9 +93,9 @@ class Generator:
     def __init__(self, program: Program, allowed: np.ndarray, *, length: int, sampling: Sampling):
         assert 2 <= length <= program.model_config.max_positions, (length, program.model_config.max_positions)
         self.program, self.length, self.sampling = program, length, sampling
-        rows = jax.tree.leaves(program.abstract_state()["params"]["embedding"])[0].shape[0]
-        self._allowed = np.zeros(rows, bool)
+        self._allowed = np.zeros(stored_sizes(program.model_config, program.mesh.shape["tp"]).vocab, bool)
         self._allowed[: len(allowed)] = allowed
+        self._traced: dict[int, Any] = {}
         self._compiled: dict[int, Any] = {}
         self.seconds: list[tuple[int, float]] = []
         """Positions and time of every call since the generator was made, compilation not included."""
@@ -145,6 +146,11 @@ class Generator:
 
     def traced(self, size: int) -> Any:
         """Return the traced program that reads `size` positions and draws the token after them."""
+        if size not in self._traced:
+            self._traced[size] = self._trace(size)
+        return self._traced[size]
+
+    def _trace(self, size: int) -> Any:
         program, replicated = self.program, NamedSharding(self.program.mesh, P())
         state = program.abstract_state()
         tokens = jax.ShapeDtypeStruct((1, size), jnp.int32, sharding=replicated)

@@ -1,13 +1,13 @@
 """A trained or converted model, ready to be used on any mesh."""
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+import tyro
 
 from experiments import communication
 from experiments.checkpoint import Checkpoints
@@ -22,13 +22,57 @@ from experiments.config import (
 )
 from experiments.processes import mesh_of
 from experiments.saved import read_config, split_checkpoint, tokenizer_of
-from experiments.step import Program, build
+from experiments.step import Program, build, model_config
 from experiments.tokenizer import BYTES, Tokenizer, load_tokenizer
 from taco_jax.config import PRESETS, Compression
 from taco_jax.sharding.mesh import parse_mesh
 
 STATELESS = tuple(name for name in PRESETS if not Compression.named(name).is_adaptive)
 """Presets that need no scales of a training run."""
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """Options of every command that uses a model."""
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = ""
+    """Run folder, one checkpoint in it, or a folder that experiments.convert has written."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="dp2,pp2,tp4")] = "dp1,pp1,tp1"
+    """Devices per axis; CPU devices are emulated where there are too few."""
+    compression: Annotated[str, tyro.conf.arg(metavar="none|taco|taco_block|int8|fp8|paper")] = "none"
+    """What the tensor-parallel messages are sent as."""
+    min_bytes: Annotated[int, tyro.conf.arg(metavar="BYTES")] = 4096
+    """Smaller messages travel exactly."""
+    dtype: Annotated[str, tyro.conf.arg(metavar="float32|bfloat16")] = ""
+    """Compute type; empty means the run's."""
+    step: Annotated[int, tyro.conf.arg(metavar="INT")] = -1
+    """Which checkpoint of the run; -1 means the newest."""
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
+    """As for the trainer; empty means the one in the folder, or the run's."""
+
+    def check(self, **at_least: int) -> None:
+        """Compare the folder with none and numbers, `min_bytes` and those named, with the least that they may be.
+
+        Raises:
+            ConfigError: for the first that will not do.
+        """
+        if not self.folder:
+            raise ConfigError("name the folder of a run or of a converted model")
+        for name, least in {**at_least, "min_bytes": 0}.items():
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+
+    def load(self, **batch: int) -> "Model":
+        """Return the model; `batch` and errors are those of `load_model`."""
+        return load_model(
+            Path(self.folder),
+            mesh=self.mesh,
+            compression=self.compression,
+            dtype=self.dtype,
+            min_bytes=self.min_bytes,
+            step=None if self.step < 0 else self.step,
+            **batch,
+        )
 
 
 @dataclass(frozen=True)
@@ -88,13 +132,13 @@ def load_model(
         raise ConfigError(str(error)) from None
     dp = dp if dp > 0 else jax.device_count()
     rows = math.ceil(batch_size / dp) * dp
-    longest = saved.model.max_positions or saved.data.sequence_length
+    model = model_config(saved)
     config = TrainConfig(
         mesh=mesh,
         compression=compression,
         dtype=dtype or saved.dtype,
-        model=dataclasses.replace(saved.model, max_positions=longest),
-        data=DataConfig(sequence_length=sequence_length or min(longest, 1024), batch_size=rows),
+        model=model,
+        data=DataConfig(sequence_length=sequence_length or min(model.max_positions, 1024), batch_size=rows),
         parallel=ParallelConfig(num_microbatches=1),
         communication=CommunicationConfig(min_bytes=min_bytes),
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from experiments.flops import Throughput, format_flops
@@ -222,9 +222,10 @@ class Bar:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show how much of `total` is done, on a terminal only; yields what to tell how much more."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
+def progress_bar(what: str, total: int, counts: ProgressColumn | None = None) -> Iterator[Callable[[int], None]]:
+    """Show how much of `total` is done, as numbers or in `counts`, on a terminal only; yields what to tell of more."""
+    counts = counts or MofNCompleteColumn()
+    columns = (TextColumn(what), BarColumn(), counts, TimeRemainingColumn(), TextColumn("left"))
     with ProgressBar(*columns, disable=not sys.stdout.isatty(), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)

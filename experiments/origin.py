@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import ConfigError, TrainConfig
-from experiments.saved import HUGGINGFACE, split_checkpoint
+from experiments.saved import HUGGINGFACE, read_json, split_checkpoint
 from experiments.tensor_files import DTYPES, Layout, TensorInfo, shard
 from taco_jax.models import huggingface, huggingface_config
 from taco_jax.models.config import ModelConfig
@@ -125,21 +125,6 @@ def written_as(origin: Origin | None, model: ModelConfig, dtype: str | None, sha
     if shard_bytes:
         layout = shard(layout.tensors, shard_bytes)
     return Origin(config, origin.naming, layout)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return content
 
 
 @contextlib.contextmanager

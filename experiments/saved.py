@@ -25,6 +25,21 @@ TOKENIZER_FILES = (
 GENERATION_FILES = ("generation_config.json",)
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of --out, and see whether files can be written there.
+
+    Raises:
+        ConfigError: if not.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to --out={folder}: {error.strerror}") from None
+
+
 def split_checkpoint(path: Path) -> tuple[Path, int | None]:
     """Return the folder of a run, and the step if `path` is one of its checkpoints.
 
@@ -38,6 +53,21 @@ def split_checkpoint(path: Path) -> tuple[Path, int | None]:
     return folder, step
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return content
+
+
 def read_config(path: Path) -> TrainConfig:
     """Return the configuration in a folder, or in the folder of a checkpoint; fields it does not know have defaults.
 
@@ -45,10 +75,7 @@ def read_config(path: Path) -> TrainConfig:
         ConfigError: if there is none, or it is not one of ours.
     """
     file = split_checkpoint(path)[0] / "config.json"
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+    content = read_json(file)
     try:
         return _from_dict(TrainConfig(), content)
     except (TypeError, ValueError, AttributeError) as error:

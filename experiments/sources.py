@@ -10,15 +10,15 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn
 
 from experiments.config import ConfigError
+from experiments.metrics import progress_bar
 from experiments.tokenizer import Tokenizer
 
 _PIECE = 1 << 16
@@ -211,10 +211,6 @@ def _end_of_piece(block: bytes) -> int:
     return last if block[last] >= 0xC0 else len(block)
 
 
-@contextlib.contextmanager
-def reading_bar(total: int, doing: str = "tokenizing") -> Iterator[Callable[[int], None]]:
+def reading_bar(total: int, doing: str = "tokenizing") -> contextlib.AbstractContextManager[Callable[[int], None]]:
     """Show how much of `total` bytes has been read, on a terminal only; yields what to tell how many more."""
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, disable=not sys.stdout.isatty(), transient=True) as bar:
-        task = bar.add_task(doing, total=total)
-        yield lambda read: bar.advance(task, read)
+    return progress_bar(doing, total, DownloadColumn())

@@ -21,8 +21,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from flax import traverse_util
 
-from experiments.checkpoint import Position, reason_of, sealed
+from experiments.checkpoint import Damaged, Position, reason_of, sealed, signature, unsealed
 from experiments.config import ConfigError
 from taco_jax.models.huggingface import Piece
 
@@ -112,15 +113,9 @@ def write_checkpoint(
     Raises:
         ConfigError: if it cannot be written.
     """
-    arrays = {f"params.{x.path.replace('/', '.')}": [_signature(x.shape), checksums[x.path]] for x in leaves}
+    arrays = {f"params.{x.path.replace('/', '.')}": [signature(_FLOAT32, x.shape), checksums[x.path]] for x in leaves}
     record = {**dataclasses.asdict(Position(0, config, "")), "arrays": arrays}
-    tree: dict[str, Any] = {}
-    for leaf in leaves:
-        *parents, last = leaf.path.split("/")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[last] = _Lazy(leaf, read)
+    tree = traverse_util.unflatten_dict({leaf.path: _Lazy(leaf, read) for leaf in leaves}, sep="/")
     handler = _LazyHandler()
     # Orbax warns of a registry that knows no arrays of JAX.
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -159,13 +154,9 @@ class StoredParameters:
         self.path = path
         try:
             record = json.loads((path / "position" / "metadata").read_text(encoding="utf-8"))
-            content = {name: value for name, value in record.items() if name != "sha256"}
-            is_whole = record == sealed(content)
-        except (OSError, ValueError, AttributeError) as error:
+            self._arrays = unsealed(record)["arrays"]
+        except (OSError, ValueError, AttributeError, Damaged) as error:
             raise self._unreadable(reason_of(error)) from None
-        if not is_whole:
-            raise self._unreadable("its position has other bytes than were saved")
-        self._arrays = content["arrays"]
 
     def names(self) -> set[str]:
         """Return the paths of the leaves."""
@@ -185,9 +176,8 @@ class StoredParameters:
             store = self._open(leaf, 0)
             fits = len(store.shape) == len(leaf.shape) and all(map(operator.ge, store.shape, leaf.shape))
             if store.dtype.numpy_dtype != _FLOAT32 or not fits:
-                raise self._unreadable(
-                    f"{leaf.path} is {store.dtype.name}{list(store.shape)}, its model has {_signature(leaf.shape)}"
-                )
+                wanted = signature(_FLOAT32, leaf.shape)
+                raise self._unreadable(f"{leaf.path} is {store.dtype.name}{list(store.shape)}, its model has {wanted}")
             chunk = store.chunk_layout.read_chunk.shape
             # Where chunks reach beyond a block they are decoded once and kept for the blocks that follow.
             if kept := max(_covering_size(block, chunk) for block in leaf.blocks):
@@ -220,10 +210,6 @@ def _covering_size(block: Block, chunk: Sequence[int]) -> int:
     ]
     covered = math.prod(stop - start for start, stop in bounds)
     return 0 if covered <= math.prod(block.shape) else covered * _FLOAT32.itemsize
-
-
-def _signature(shape: tuple[int, ...]) -> str:
-    return f"float32{list(shape)}".replace(" ", "")
 
 
 class _Lazy:

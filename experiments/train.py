@@ -49,7 +49,7 @@ from experiments.nonfinite import Diverged, NonfiniteGuard
 from experiments.processes import Processes, join, mesh_of
 from experiments.profiling import Profiler
 from experiments.replicas import ReplicasDiffer, replica_check
-from experiments.saved import keep_origin, split_checkpoint
+from experiments.saved import keep_origin, make_folder, split_checkpoint
 from experiments.stopping import Stop, describe
 from experiments.trackers import check_installed, tracking
 from taco_jax.models.config import padding_note
@@ -132,7 +132,7 @@ def train(config: TrainConfig, session: Session) -> int:
     check_installed(config.log)
     corpus = load_corpus(config.data)
     config = with_model_sizes(config, corpus)
-    _make_folder(folder)
+    make_folder(folder)
     config, mesh = mesh_of(config)
     start_logging()
     with Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints:
@@ -250,16 +250,6 @@ def _saving(run: Run, log: StepLog) -> Hook:
             log.restart_clock()
 
     return hook
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write to --out={folder}: {error.strerror}") from None
 
 
 def _compile(program: step.Program) -> None:

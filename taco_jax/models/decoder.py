@@ -134,11 +134,20 @@ class Block(nnx.Module):
     attention: Callable[..., Any]
     mlp: Callable[..., Any]
 
-    def __init__(self, config: ModelConfig, *, norm: Callable[..., nnx.Module], attention: Any, mlp: Any):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        norm: Callable[..., nnx.Module],
+        attention: Callable[..., Any],
+        mlp: Callable[..., Any],
+        shards: int,
+        rngs: nnx.Rngs,
+    ):
         self.attention_norm = norm(config.hidden_size, epsilon=config.norm_epsilon)
-        self.attention = attention
+        self.attention = attention(config, shards=shards, rngs=rngs)
         self.mlp_norm = norm(config.hidden_size, epsilon=config.norm_epsilon)
-        self.mlp = mlp
+        self.mlp = mlp(config, shards=shards, rngs=rngs)
 
     def __call__(self, x: jax.Array, comm, start: jax.Array | int, cache: Cache | None) -> tuple:
         """Map x[B, S, H] to [B, S, H], and a cache to one with these positions."""

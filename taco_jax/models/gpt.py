@@ -3,6 +3,8 @@
 Shapes: B batch, S sequence, H hidden, N heads, D head, F intermediate.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -49,17 +51,10 @@ class MLP(nnx.Module):
         return self.down.add_bias(comm.leave(y, "mlp"))
 
 
-class Layer(Block):
-    """Pre-norm block of attention and MLP."""
-
-    def __init__(self, config: ModelConfig, *, shards: int, rngs: nnx.Rngs):
-        attention = Attention(config, shards=shards, rngs=rngs)
-        super().__init__(config, norm=LayerNorm, attention=attention, mlp=MLP(config, shards=shards, rngs=rngs))
-
-
 class GPT(Decoder):
     """GPT-2: token and position tables, L pre-norm layers, a final norm and a head."""
 
     def __init__(self, config: ModelConfig, *, shards: int = 1, dtype: str = "bfloat16", rngs: nnx.Rngs):
         rows = config.max_positions
-        super().__init__(config, Layer, LayerNorm, num_positions=rows, shards=shards, dtype=dtype, rngs=rngs)
+        layer = functools.partial(Block, norm=LayerNorm, attention=Attention, mlp=MLP)
+        super().__init__(config, layer, LayerNorm, num_positions=rows, shards=shards, dtype=dtype, rngs=rngs)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from flax import traverse_util
 
 from taco_jax.models.config import ModelConfig
 from taco_jax.models.huggingface_config import model_type_of
@@ -191,11 +192,12 @@ def to_tensors(
     Raises:
         ValueError: for a model that none of theirs is.
     """
+    leaves = traverse_util.flatten_dict(tree, sep="/")
     by_tensor: dict[str, list[Piece]] = {}
     for piece in pieces(config, naming or default_naming(config)):
         by_tensor.setdefault(piece.tensor, []).append(piece)
     for name, parts in by_tensor.items():
-        rows = [part.to_rows(np.asarray(_leaf(tree, part.path)[part.region])) for part in parts]
+        rows = [part.to_rows(np.asarray(leaves[part.path][part.region])) for part in parts]
         yield name, np.concatenate(rows) if len(rows) > 1 else rows[0]
 
 
@@ -219,14 +221,7 @@ def from_tensors(config: ModelConfig, get: Callable[[str], np.ndarray], naming: 
                 check_copy(name, leaves[part.path][part.region], values)
             else:
                 leaves[part.path][part.region] = values
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, last = path.split("/")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[last] = leaf
-    return tree
+    return traverse_util.unflatten_dict(leaves, sep="/")
 
 
 def check_copy(name: str, table: np.ndarray, copy: np.ndarray) -> None:
@@ -368,13 +363,6 @@ def _qwen_layers(config: ModelConfig, naming: Naming, row: Callable[..., _Row]) 
             for n in ("q_norm", "k_norm")
         ]
     return rows
-
-
-def _leaf(tree: Mapping[str, Any], path: str) -> Any:
-    leaf: Any = tree
-    for name in path.split("/"):
-        leaf = leaf[name]
-    return leaf
 
 
 def _few(names: list[str]) -> str:

@@ -65,16 +65,9 @@ class MLP(nnx.Module):
         return comm.leave(self.down.partial(jax.nn.silu(gate) * up), "mlp")
 
 
-class Layer(Block):
-    """Pre-norm block of attention and MLP."""
-
-    def __init__(self, config: ModelConfig, *, shards: int, rngs: nnx.Rngs):
-        attention = Attention(config, shards=shards, rngs=rngs)
-        super().__init__(config, norm=RMSNorm, attention=attention, mlp=MLP(config, shards=shards, rngs=rngs))
-
-
 class Qwen(Decoder):
     """Qwen: token table, L pre-norm layers, a final norm and a head."""
 
     def __init__(self, config: ModelConfig, *, shards: int = 1, dtype: str = "bfloat16", rngs: nnx.Rngs):
-        super().__init__(config, Layer, RMSNorm, num_positions=0, shards=shards, dtype=dtype, rngs=rngs)
+        layer = functools.partial(Block, norm=RMSNorm, attention=Attention, mlp=MLP)
+        super().__init__(config, layer, RMSNorm, num_positions=0, shards=shards, dtype=dtype, rngs=rngs)
