@@ -132,7 +132,7 @@ class Links:
             raise ConfigError(reason)
         sweep()
         with contextlib.ExitStack() as stack:
-            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="taco-netns-")))
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{self._name}-")))
             stack.callback(lambda: _remove([self._switch, *map(self._namespace, range(self.hosts))]))
             self._create()
             self.set_rate(self.rate)
@@ -188,7 +188,7 @@ class Links:
 
     def _create(self) -> None:
         _call(["ip", "netns", "add", self._switch])
-        _batch("ip", self._switch, ["link set lo up", "link add br0 type bridge", "link set br0 up"])
+        _batch("ip", self._switch, ["link set lo up", "link add br0 type bridge mcast_snooping 0", *_up("br0")])
         for host in range(self.hosts):
             namespace, port = self._namespace(host), f"p{host}"
             _call(["ip", "netns", "add", namespace])
@@ -196,22 +196,27 @@ class Links:
                 "link set lo up",
                 f"link add {INTERFACE} type veth peer name {port} netns {self._switch}",
                 f"addr add {self.address(host)}/24 dev {INTERFACE}",
-                f"link set {INTERFACE} up",
+                *_up(INTERFACE),
             ]
             _batch("ip", namespace, lines)
-            _batch("ip", self._switch, [f"link set {port} master br0", f"link set {port} up"])
+            _batch("ip", self._switch, [f"link set {port} master br0", *_up(port)])
             # Gloo listens on the address that the machine's name resolves to.
             names = f"127.0.0.1 localhost\n{self.address(host)} {socket.gethostname()}\n"
             Path(self._hosts_file(host)).write_text(names)
 
 
 def sweep() -> None:
-    """Remove the namespaces, and end their processes, whose owner is dead."""
-    if not _NAMESPACES.is_dir():
-        return
-    for name in sorted(os.listdir(_NAMESPACES)):
+    """Remove the namespaces, with their processes, and the folders whose owner is dead."""
+    temporary = Path(tempfile.gettempdir())
+    for name in sorted(os.listdir(temporary) + (os.listdir(_NAMESPACES) if _NAMESPACES.is_dir() else [])):
         if (match := _NAMES.fullmatch(name)) and _start_time(int(match[1])) != match[2]:
             _remove([name])
+            shutil.rmtree(temporary / name, ignore_errors=True)
+
+
+def _up(interface: str) -> list[str]:
+    # Without an IPv6 address nothing is sent that no program asked for.
+    return [f"link set {interface} addrgenmode none", f"link set {interface} up"]
 
 
 def _shaping(interface: str, bits: float) -> str:
