@@ -71,7 +71,7 @@ class Arguments:
     """What to learn from: a text, .jsonl or prepared .bin file, or several with weights, a.bin:0.7,b.txt:0.3."""
     steps: Annotated[int | None, _WHOLE_NUMBER, _flag("INT")] = None
     """Optimizer steps; more than a finished run has continue it."""
-    compression: Annotated[str, _flag("taco|taco_block|paper|fp8|int8|none")] = ""
+    compression: Annotated[str, _flag("taco|taco_block|paper|fp8|int8|bf16|none")] = ""
     """What tensor-parallel messages are sent as."""
     out: Annotated[str, _flag("DIR", "runs/RECIPE-COMPRESSION-seedSEED")] = ""
     """Run folder; the same command, also with another mesh or more steps, continues the run that it holds."""

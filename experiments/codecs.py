@@ -63,7 +63,7 @@ def measure(name: str, values: jax.Array, mesh: Mesh) -> tuple[str, ...]:
     assert codec is not None
     sent = taco_jax.wire_bytes(values.shape[1:], codec, 2, "ppermute") / values.shape[1]
     single = taco_jax.snr_db(values[0], jax.jit(taco_jax.round_trip, static_argnums=1)(values[0], codec))
-    scales = taco_jax.init_scales({"sum": compression})["sum"]
+    scales = taco_jax.init_scales({"sum": compression}).get("sum")
 
     def step(x, scales):
         return jnp.mean(taco_jax.psum(x, "tp", compression=compression, scales=scales, name="sum"))

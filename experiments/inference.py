@@ -39,7 +39,7 @@ class ModelArguments:
     """Run folder, one checkpoint in it, or a folder that experiments.convert has written."""
     mesh: Annotated[str, tyro.conf.arg(metavar="dp2,pp2,tp4")] = "dp1,pp1,tp1"
     """Devices per axis; CPU devices are emulated where there are too few."""
-    compression: Annotated[str, tyro.conf.arg(metavar="none|taco|taco_block|int8|fp8|paper")] = "none"
+    compression: Annotated[str, tyro.conf.arg(metavar="none|taco|taco_block|int8|fp8|paper|bf16")] = "none"
     """What the tensor-parallel messages are sent as."""
     min_bytes: Annotated[int, tyro.conf.arg(metavar="BYTES")] = 4096
     """Smaller messages travel exactly."""
@@ -202,7 +202,8 @@ def require_compression(program: Program, rows: Iterable[communication.Communica
         experiments.communication.CommunicationMismatch: naming the limit below which messages are exact.
     """
     config = program.config
-    if config.compression != "none" and program.mesh.shape["tp"] > 1 and not any(row.compressed for row in rows):
+    asked = program.compression.compressed_directions and program.mesh.shape["tp"] > 1
+    if asked and not any(row.compressed for row in rows):
         raise communication.CommunicationMismatch(
             f"--compression={config.compression} is not on the wire: every message is below "
             f"--min-bytes={config.communication.min_bytes}"

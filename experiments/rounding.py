@@ -13,7 +13,7 @@ import numpy as np
 from taco_jax.config import Codec
 from taco_jax.scales import TARGET_LOG2_RMS
 
-_FORMATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+_FORMATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16}
 _MAXIMA, _POINTS = 256, 4096
 _TAIL = 9.0  # standard deviations; what lies beyond has no weight
 _FINEST = 2.0**-10  # codes on a finer grid than this, of values whose RMS is about 2, carry no power
@@ -38,7 +38,7 @@ def all_reduce_snr_db(codec: Codec, ranks: int) -> float:
 @functools.cache
 def _noise(codec: Codec, rms: float) -> float:
     """Return the noise of one rounding of N(0, rms^2) in units of its power."""
-    if codec.scale == "adaptive":
+    if codec.scale in ("adaptive", "none"):
         return float(_mean_square_error(np.array([_TAIL]), np.array([1.0 / (_alpha(rms) * rms)]), codec)[0])
     # In units of the RMS: the maximum of a block is m with density 2 block phi(m) (2 Phi(m) - 1)^(block - 1), and the
     # other values are those below it.

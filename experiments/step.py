@@ -180,7 +180,8 @@ class Program:
         """Site -> directions in which its tensor-parallel messages are to be compressed."""
         if self.mesh.shape["tp"] == 1:
             return {}
-        return {site: [way for way in ways if getattr(self.compression, way)] for site, ways in MESSAGES.items()}
+        compressed = self.compression.compressed_directions
+        return {site: [way for way in ways if way in compressed] for site, ways in MESSAGES.items()}
 
     @property
     def abstract_batch(self) -> dict:

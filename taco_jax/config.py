@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["e4m3", "e5m2", "int8"]
+Format = Literal["e4m3", "e5m2", "int8", "bf16"]
 
-QMAX: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
+QMAX: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "bf16": (2.0 - 2.0**-7) * 2.0**127}
 """Largest finite magnitude of each format."""
 
 BLOCKS = (32, 64, 128, 256, 512)
@@ -18,17 +18,19 @@ def _one_of(name: str, value: object, allowed: tuple) -> None:
 
 @dataclass(frozen=True)
 class Codec:
-    """One number format on the wire: values of a block share a scale, one byte a value.
+    """One number format on the wire: values of a block share a scale, one byte a value (two of bf16).
 
     decode(encode(x)) = R^T (s q), q = cast(clamp(R x / s)), R = Hadamard / sqrt(block) or the identity.
 
     Attributes:
-        format: element type, `e4m3` (float8_e4m3fn), `e5m2` (float8_e5m2) or `int8`.
+        format: element type, `e4m3` (float8_e4m3fn), `e5m2` (float8_e5m2) or `int8`; `bf16` rounds and no more: what
+            compression is measured against, on the same way.
         block: number of neighbouring values that share a scale and a transform, a power of two from 32 to 512.
         hadamard: `"block"` rotates each block by the orthonormal Hadamard matrix; None leaves it.
         scale: `"block"` computes one scale per block and sends it; `"adaptive"` multiplies by a power of two per
             site, direction and hop that follows earlier messages (`taco_jax.scales`) and sends no metadata; `"paper"`
-            computes and sends two f32 factors per block as published (arXiv 2604.24088), e4m3 with Hadamard only.
+            computes and sends two f32 factors per block as published (arXiv 2604.24088), e4m3 with Hadamard only;
+            `"none"` is for bf16.
         scale_dtype: type of a scale of `scale="block"` on the wire, `"bf16"` (rounded up) or `"e8m0"` (float formats
             only).
         layout: `"hidden"`: blocks run along the last axis, over the values of a token. `"tokens"`: a block holds the
@@ -43,7 +45,7 @@ class Codec:
     format: Format = "e4m3"
     block: int = 128
     hadamard: Literal["block"] | None = None
-    scale: Literal["block", "adaptive", "paper"] = "block"
+    scale: Literal["block", "adaptive", "paper", "none"] = "block"
     scale_dtype: Literal["bf16", "e8m0"] = "bf16"
     layout: Literal["hidden", "tokens"] = "hidden"
 
@@ -51,9 +53,14 @@ class Codec:
         _one_of("format", self.format, tuple(QMAX))
         _one_of("block", self.block, BLOCKS)
         _one_of("hadamard", self.hadamard, (None, "block"))
-        _one_of("scale", self.scale, ("block", "adaptive", "paper"))
+        _one_of("scale", self.scale, ("block", "adaptive", "paper", "none"))
         _one_of("scale_dtype", self.scale_dtype, ("bf16", "e8m0"))
         _one_of("layout", self.layout, ("hidden", "tokens"))
+        if (self.format == "bf16") != (self.scale == "none") or (self.scale == "none" and self.hadamard):
+            raise ValueError(
+                'format="bf16" and scale="none" belong together, without Hadamard: use the preset "bf16"; got '
+                f"{self.format!r}, scale={self.scale!r}, hadamard={self.hadamard!r}"
+            )
         if self.format == "int8" and self.scale == "adaptive":
             raise ValueError('int8 needs scale="block": one scale per tensor leaves 17 to 35 dB; use the preset "int8"')
         if self.format == "int8" and self.scale_dtype == "e8m0":
@@ -80,7 +87,12 @@ class Codec:
         """Bytes of metadata a block sends."""
         if self.scale == "block":
             return 2 if self.scale_dtype == "bf16" else 1
-        return {"adaptive": 0, "paper": 8}[self.scale]
+        return {"adaptive": 0, "paper": 8, "none": 0}[self.scale]
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes that a value takes in the payload."""
+        return 2 if self.format == "bf16" else 1
 
 
 _TACO = Codec("e4m3", hadamard="block", scale="adaptive")
@@ -90,6 +102,7 @@ _PRESETS: dict[str, Codec | None] = {
     "paper": Codec("e4m3", 256, "block", "paper"),
     "fp8": Codec("e4m3"),
     "int8": Codec("int8", hadamard="block"),
+    "bf16": Codec("bf16", scale="none"),
     "none": None,
 }
 PRESETS = tuple(_PRESETS)
@@ -134,6 +147,17 @@ class Compression:
     def is_exact(self) -> bool:
         """Whether nothing is compressed in either direction."""
         return self.forward is None and self.backward is None
+
+    @property
+    def compressed_directions(self) -> tuple[str, ...]:
+        """Directions whose messages take fewer than the two bytes of bf16 per value."""
+        codecs = {"forward": self.forward, "backward": self.backward}
+        return tuple(way for way, codec in codecs.items() if codec is not None and codec.value_bytes == 1)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a direction has a codec with scales, whose messages are worth an observation."""
+        return any(c is not None and c.scale != "none" for c in (self.forward, self.backward))
 
     @property
     def is_adaptive(self) -> bool:

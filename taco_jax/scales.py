@@ -50,14 +50,14 @@ def init_scales(sites: Mapping[str, Compression | str], stack: tuple[int, ...] =
     """Return the first state of each site: alpha 1, nothing observed.
 
     Args:
-        sites: compression of each site; sites that send everything exactly get no state.
+        sites: compression of each site; sites without scales on the wire (exact or bf16) get no state.
         stack: leading axes, e.g. (num_layers,) for sites inside a `lax.scan` over layers.
 
     Returns:
         {site: f32[*stack, 2, 2, 5]}.
     """
     first = jnp.zeros((*stack, DIRECTIONS, HOPS, SLOTS), jnp.float32).at[..., ALPHA].set(1.0)
-    return {name: first for name, compression in sites.items() if not as_compression(compression).is_exact}
+    return {name: first for name, compression in sites.items() if as_compression(compression).is_scaled}
 
 
 def split_scales(scales: Mapping[str, DualScale], axes: Iterable[str]) -> tuple[dict, dict]:

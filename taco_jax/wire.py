@@ -1,4 +1,7 @@
-"""Layout of one message: the payload bytes of a row, then the scale bytes of its blocks, in one uint8 array."""
+"""Layout of one message: the payload bytes of a row, then the scale bytes of its blocks, in one uint8 array.
+
+bf16 travels as uint16: XLA:CPU moves 16-bit floats as 32-bit ones.
+"""
 
 import math
 
@@ -10,11 +13,11 @@ from taco_jax.config import Codec
 
 def message_size(columns: int, codec: Codec) -> int:
     """Return the bytes of a row of `columns` values (a multiple of the block)."""
-    return columns + columns // codec.block * codec.scale_bytes
+    return columns * codec.value_bytes + columns // codec.block * codec.scale_bytes
 
 
 def message_columns(size: int, codec: Codec) -> int:
-    """Return the values of a row whose message has `size` bytes; inverse of `message_size`."""
+    """Return the values of a row whose uint8 message has `size` bytes; inverse of `message_size`."""
     return size * codec.block // (codec.block + codec.scale_bytes)
 
 

@@ -18,6 +18,7 @@ TACO_BLOCK = Codec("e4m3", 128, "block")
 INT8 = Codec("int8", 128, "block")
 PAPER = Codec("e4m3", 256, "block", "paper")
 TACO = Codec("e4m3", 128, "block", "adaptive")
+BF16 = Codec("bf16", scale="none")
 ADAPTIVE = Codec("e5m2", 64, scale="adaptive")
 STATELESS = {
     "fp8": FP8,

@@ -5,10 +5,11 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracles
 import pytest
-from codec_cases import FEW, FP8, INT8, PAPER, TACO_BLOCK
+from codec_cases import BF16, FEW, FP8, INT8, PAPER, TACO_BLOCK
 from collective_cases import EXACT, call_lax, call_taco, cases, compression, is_invariant
 from jax import lax
 from meshes import P, assert_equal_on_all_ranks, collectives, mesh, spmd
@@ -48,6 +49,22 @@ def integers(ranks, dtype=np.float32):
 
 def gaussian(ranks, *shape, seed=0):
     return np.random.default_rng(seed).standard_normal((ranks, *shape)).astype(np.float32)
+
+
+def test_bf16_rounds_each_message_and_the_sum():
+    """By ml_dtypes: sums in rank order, the largest float32 stays finite, NaN stays where it is."""
+    x = gaussian(4, 1000)
+    x[:, 3], x[0, 7], x[1:, 7] = np.nan, np.finfo(np.float32).max, 0.0
+    run = spmd(lambda x: taco_jax.psum(x[0], "tp", compression=compression(BF16)), mesh(tp=4), P("tp"), P())
+    compiled = run.lower(x).compile()
+    found = np.asarray(compiled(x))
+    parts = [part.clip(-BF16.qmax, BF16.qmax).astype(ml_dtypes.bfloat16).astype(np.float32) for part in x]
+    total = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    expected = total.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(found, expected)
+    assert expected[7] == BF16.qmax and np.isnan(expected[3]) and np.isfinite(np.delete(expected, 3)).all()
+    assert collectives(compiled.as_text()) == {("all-to-all", "u16"): 1, ("all-gather", "u16"): 1}
+    assert taco_jax.wire_bytes((1000,), BF16, 4) == 2 * 3 * 2 * 256
 
 
 @pytest.mark.parametrize(("ranks", "names"), [(3, NAMES), (8, ONE_OF_EACH)])

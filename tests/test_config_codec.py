@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import ml_dtypes
 import pytest
 
 from taco_jax.config import PRESETS, QMAX, Codec, Compression, as_compression
@@ -10,15 +11,17 @@ from taco_jax.config import PRESETS, QMAX, Codec, Compression, as_compression
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "e3m4"}, "format must be one of 'e4m3', 'e5m2', 'int8', got 'e3m4'"),
+        ({"format": "e3m4"}, "format must be one of 'e4m3', 'e5m2', 'int8', 'bf16', got 'e3m4'"),
         ({"block": 100}, "block must be one of 32, 64, 128, 256, 512, got 100"),
         ({"hadamard": True}, "hadamard must be one of None, 'block', got True"),
         ({"hadamard": "tensor"}, "hadamard must be one of"),
-        ({"scale": "tensor"}, "scale must be one of 'block', 'adaptive', 'paper', got 'tensor'"),
+        ({"scale": "tensor"}, "scale must be one of 'block', 'adaptive', 'paper', 'none', got 'tensor'"),
         ({"scale_dtype": "f32"}, "scale_dtype must be one of 'bf16', 'e8m0', got 'f32'"),
         ({"layout": "rows"}, "layout must be one of 'hidden', 'tokens', got 'rows'"),
         ({"format": "int8", "scale": "adaptive"}, 'int8 needs scale="block"'),
         ({"format": "int8", "scale_dtype": "e8m0"}, 'int8 needs scale_dtype="bf16"'),
+        ({"scale": "none"}, 'format="bf16" and scale="none" belong together'),
+        ({"format": "bf16"}, 'use the preset "bf16"'),
         ({"scale": "paper"}, 'format="e4m3", hadamard="block", its factors in f32'),
         ({"scale": "paper", "format": "e5m2", "hadamard": "block"}, "got 'e5m2', 'block'"),
         ({"scale": "paper", "scale_dtype": "e8m0", "hadamard": "block"}, "scale_dtype='e8m0'"),
@@ -43,7 +46,7 @@ def test_compression_refuses_what_has_no_meaning(options, message):
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ValueError, match="'tako'; there are taco, taco_block, paper, fp8, int8, none"):
+    with pytest.raises(ValueError, match="'tako'; there are taco, taco_block, paper, fp8, int8, bf16, none"):
         Compression.named("tako")
     with pytest.raises(ValueError, match="'tako'"):
         as_compression("tako")
@@ -51,13 +54,14 @@ def test_an_unknown_preset_names_the_known_ones():
 
 def test_presets_are_what_the_design_says():
     forward = {name: Compression.named(name).forward for name in PRESETS}
-    assert list(forward) == ["taco", "taco_block", "paper", "fp8", "int8", "none"]
+    assert list(forward) == ["taco", "taco_block", "paper", "fp8", "int8", "bf16", "none"]
     assert forward == {
         "taco": Codec("e4m3", 128, "block", "adaptive"),
         "taco_block": Codec("e4m3", 128, "block", "block"),
         "paper": Codec("e4m3", 256, "block", "paper"),
         "fp8": Codec("e4m3", 128, None, "block"),
         "int8": Codec("int8", 128, "block", "block"),
+        "bf16": Codec("bf16", 128, None, "none"),
         "none": None,
     }
     assert all(Compression.named(name).backward == forward[name] for name in PRESETS)
@@ -68,7 +72,7 @@ def test_metadata_on_the_wire():
     assert Codec().scale_bytes == 2
     assert Codec(scale_dtype="e8m0").scale_bytes == 1
     assert Codec(hadamard="block", scale="paper").scale_bytes == 8
-    assert {name: Codec(name).qmax for name in QMAX} == {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
+    assert QMAX == {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "bf16": float(ml_dtypes.finfo("bfloat16").max)}
 
 
 def test_named_changes_fields_and_keeps_the_rest():

@@ -35,6 +35,8 @@ def unsupported_reason(codec: Codec, dtype: DTypeLike) -> str | None:
     """Return why these kernels cannot serve the codec, or None."""
     if codec.scale == "paper":
         return 'it serves scale="adaptive" and "block", not "paper", which is for reproduction only'
+    if codec.scale == "none":
+        return "bf16 is rounded by plain jnp, there is nothing to fuse"
     if jnp.dtype(dtype) not in _DTYPES:
         return f"it serves bf16, f16 and f32, not {jnp.dtype(dtype).name}"
     if axes := compat.automatic_axes():

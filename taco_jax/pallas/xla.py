@@ -4,7 +4,8 @@ Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, messages u8[
 out (payload u8[..., C], scale bytes u8[..., C / block * scale_bytes] or None), alpha f32[] a power of two in
 [2^-126, 2^126].
 Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
-`scale="paper"` has functions of its own below: as published, messages are decoded in full before they are added.
+`scale="paper"` has functions of its own below: as published, messages are decoded in full before they are added. bf16
+messages are u16[..., C], rounded values with nothing beside them.
 """
 
 import math
@@ -50,6 +51,8 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, chann
         message u8[..., M], and the observation f32[5] of z = alpha x (None without `observe`).
     """
     v = _blocks(_gathered(x, codec, channels).astype(jnp.float32), codec)
+    if codec.scale == "none":
+        return _encode_rounded(v, codec, alpha, observe)
     if codec.scale == "paper":
         return _encode_paper(v, codec, alpha, observe)
     if codec.scale == "adaptive":
@@ -76,6 +79,8 @@ def decode(
     payload, scales = wire.unpack(message, codec)
     if codec.scale == "paper":
         x = _decode_paper(payload, scales, codec)
+    elif codec.scale == "none":
+        x = _values(payload, codec)
     else:
         x = _unrotated(_values(payload, codec), codec) * _scale(scales, codec, alpha)
     x = _scattered(_rows(_clamped(x, dtype)), codec, channels)
@@ -87,6 +92,8 @@ def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, ch
     payloads, scales = wire.unpack(messages, codec)
     if codec.scale == "paper":
         x = _add(_decode_paper(payloads, scales, codec))
+    elif codec.scale == "none":
+        x = _add(_values(payloads, codec))
     else:
         total, scale = _sum(payloads, scales, codec, alpha)
         x = _unrotated(total, codec) * scale
@@ -108,6 +115,8 @@ def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: boo
         message u8[..., M], observation f32[5] or None.
     """
     payloads, scales = wire.unpack(messages, codec)
+    if codec.scale == "none":
+        return _encode_rounded(_add(_values(payloads, codec)), codec, alphas[1], observe)
     if codec.scale == "paper":
         return _encode_paper(_clamped(_add(_decode_paper(payloads, scales, codec))), codec, alphas[1], observe)
     total, scale = _sum(payloads, scales, codec, alphas[0])
@@ -247,6 +256,13 @@ def _decode_paper(payload: jax.Array, scales: jax.Array | None, codec: Codec) ->
     # Where nothing was received (an open permutation) both factors are zero.
     own_alpha = jnp.where(own_alpha > 0, own_alpha, 1.0)
     return _clamped(_unrotated(_values(payload, codec), codec) * scale[..., None] / own_alpha[..., None])
+
+
+def _encode_rounded(v: jax.Array, codec: Codec, alpha: jax.Array, observe: bool):
+    """Round f32[..., blocks, block] to bf16, u16[..., C]; finite stays finite."""
+    rounded = jnp.where(jnp.isinf(v), v, jnp.clip(v, -codec.qmax, codec.qmax)).astype(jnp.bfloat16)
+    seen = _observe(v * alpha, v, rounded, codec, alpha, v) if observe else None
+    return _rows(lax.bitcast_convert_type(rounded, jnp.uint16)), seen
 
 
 def _scale_bytes(scale: jax.Array, codec: Codec) -> jax.Array:
