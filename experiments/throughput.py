@@ -1,0 +1,248 @@
+"""Measure training steps over links of known speed: `python -m experiments.throughput [--quick] [--out DIR]`.
+
+The same model and tokens with each compression, in one process per host (`experiments.netns`), in turns, over links
+whose speed is changed while the processes run. Bytes are those that the hosts' interfaces counted, compared with what
+the compiled step is to send; needs the rights and tools that `experiments.cluster` needs. Figures are added to
+DIR/results.jsonl as they come, and a command that is run again measures what is missing.
+
+Exit codes: 2 a mistake or missing rights, 1 a process failed or sent other bytes than planned, 130 interrupted.
+"""
+
+import dataclasses
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from experiments.config import ConfigError
+from experiments.netns import Links, bits_per_second
+from experiments.throughput_report import ALONE, BASELINE, Row, read_rows, table, write_report
+from taco_jax.config import PRESETS
+from taco_jax.sharding.mesh import parse_mesh
+
+PROGRAM = "python -m experiments.throughput"
+TOLERANCE = 0.01
+"""Share by which the bytes of the interfaces may differ from the plan's."""
+_SECONDS_TO_START = 900
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Time training steps with each compression over links of several speeds."""
+
+    meshes: Annotated[tuple[str, ...], tyro.conf.arg(help="dp lies within a host, pp and tp between hosts")] = (
+        "tp2", "tp4", "dp2,pp2,tp2",
+    )  # fmt: skip
+    rates: Annotated[tuple[str, ...], tyro.conf.arg(help="of each link and direction; none: unshaped")] = (
+        "20mbit", "50mbit", "100mbit", "200mbit", "500mbit", "none",
+    )  # fmt: skip
+    compressions: Annotated[tuple[str, ...], tyro.conf.arg(help="in turns; bf16 is what the others are compared with")] = (
+        "bf16", "taco", "int8", "paper", "none",
+    )  # fmt: skip
+    rounds: Annotated[int, tyro.conf.arg(help="turns; each times two steps of every compression")] = 3
+    quick: Annotated[bool, tyro.conf.arg(help="tp2 over two links, bf16, taco and int8: four minutes")] = False
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR", help="folder of the figures")] = Path("runs/throughput")
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write all rows to this file")] = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write table, CSV and plot; returns the exit code."""
+    options = tyro.cli(Options, prog=PROGRAM, args=argv)
+    if options.quick:
+        options = dataclasses.replace(
+            options, meshes=("tp2",), rates=("30mbit", "none"), compressions=("bf16", "taco", "int8")
+        )
+    try:
+        _check(options)
+        options.out.mkdir(parents=True, exist_ok=True)
+        results = options.out / "results.jsonl"
+        for mesh in options.meshes:
+            _measure_mesh(options, mesh, results)
+        rows = [row for row in read_rows(results) if row.mesh in options.meshes and row.rate in options.rates]
+        write_report(rows, options.out)
+        if options.json is not None:
+            options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        Console(width=120).print(table(rows))
+        print(f"{options.out}: results.jsonl, throughput.csv, throughput.png")
+        return _verdict(rows)
+    except ConfigError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 2
+    except WorkerFailed as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted; the same command goes on", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+class WorkerFailed(RuntimeError):
+    """A process on a host ended or did not answer."""
+
+
+def hosts_of(mesh: str) -> int:
+    """Return how many hosts a mesh takes: dp lies within a host."""
+    sizes = parse_mesh(mesh)
+    return sizes["pp"] * sizes["tp"]
+
+
+def _check(options: Options) -> None:
+    for mesh in options.meshes:
+        try:
+            sizes = parse_mesh(mesh)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if min(sizes.values()) < 1 or sizes["tp"] not in (2, 4, 8) or sizes["pp"] > 2 or sizes["dp"] > 4:
+            raise ConfigError(f"--meshes: {mesh}: the model has 2 layers and 8 heads; tp 2, 4 or 8, pp 1 or 2, dp 1 to 4")
+    for rate in options.rates:
+        bits_per_second(rate)
+    if unknown := [name for name in options.compressions if name not in PRESETS]:
+        raise ConfigError(f"--compressions: there are {', '.join(PRESETS)}, got {', '.join(unknown)}")
+    if BASELINE not in options.compressions:
+        raise ConfigError(f"--compressions needs {BASELINE}, which the others are compared with")
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds must be 1 or more, got {options.rounds}")
+
+
+def _measure_mesh(options: Options, mesh: str, results: Path) -> None:
+    """Measure what results.jsonl does not have of this mesh."""
+    found = {(row.mesh, row.rate, row.compression) for row in read_rows(results)}
+    names = (*options.compressions, ALONE)
+    missing = [rate for rate in options.rates if any((mesh, rate, name) not in found for name in names)]
+    if not missing:
+        return
+    with Workers(mesh, options.compressions, options.out) as workers:
+        codec = {name: max(a["seconds"] for a in workers.ask(codec=name)) for name in options.compressions}
+        for rate in missing:
+            workers.links.set_rate(rate)
+            rows = list(_measure_rate(workers, options, mesh, rate, codec))
+            with results.open("a") as file:
+                file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+
+
+def _measure_rate(
+    workers: "Workers", options: Options, mesh: str, rate: str, codec: dict[str, float]
+) -> Iterator[Row]:
+    """Yield the rows of a link speed: turns of two steps, after one that warms up."""
+    names = (*options.compressions, ALONE)
+    answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
+    for turn in range(options.rounds):
+        for name in names:
+            _say(f"{mesh} over {rate}: turn {turn + 1} of {options.rounds}, {name}")
+            if turn == 0:
+                workers.ask(run=name, steps=1)
+            answers[name].append(workers.ask(run=name, steps=2))
+    for name, turns in answers.items():
+        # A step is over when its last process is.
+        seconds = [max(times) for turn in turns for times in zip(*(a["seconds"] for a in turn), strict=True)]
+        steps = len(seconds)
+        yield Row(
+            mesh=mesh,
+            hosts=workers.hosts,
+            rate=rate,
+            compression=name,
+            seconds=statistics.median(seconds),
+            fastest=min(seconds),
+            slowest=max(seconds),
+            steps=steps,
+            sent=sum(a["sent"] for turn in turns for a in turn) / steps / workers.hosts,
+            payload=sum(a["payload"] for turn in turns for a in turn) / steps / workers.hosts,
+            planned=sum(workers.planned.get(name, {}).values()) / workers.hosts,
+            codec=codec.get(name, 0.0),
+        )
+
+
+class Workers:
+    """The processes on the hosts of a mesh, which answer alike; a context manager."""
+
+    def __init__(self, mesh: str, compressions: Sequence[str], folder: Path):
+        self.mesh, self.compressions, self.folder = mesh, compressions, folder
+        self.hosts = hosts_of(mesh)
+        self.links = Links(self.hosts, "none")
+        self.planned: dict[str, dict[int, float]] = {}
+        self._processes: list[subprocess.Popen] = []
+        self._logs: list[IO[str]] = []
+
+    def __enter__(self) -> "Workers":
+        started = time.monotonic()
+        self.links.__enter__()
+        try:
+            for host in range(self.hosts):
+                argv = [sys.executable, "-m", "experiments.throughput_worker", self.mesh, *self.compressions]
+                log = (self.folder / f"{self.mesh.replace(',', '-')}-host{host}.log").open("w")
+                self._logs.append(log)
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+                self._processes.append(self.links.popen(host, argv, **pipes))
+            for name in self.compressions:
+                _say(f"{self.mesh}: compiling {name} on {self.hosts} hosts")
+                self._answers()
+            ready = self._answers()
+        except BaseException:
+            self.__exit__()
+            raise
+        for name in self.compressions:
+            self.planned[name] = {host: answer["ready"][name] for host, answer in enumerate(ready)}
+        _say(f"{self.mesh}: ready after {time.monotonic() - started:.0f} s")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+        for log in self._logs:
+            log.close()
+        self.links.__exit__()
+
+    def ask(self, **command: Any) -> list[dict[str, Any]]:
+        """Send one command to every process and return their answers."""
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(command) + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                pass  # its answer is missing too
+        return self._answers()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        return [self._answer(host, process) for host, process in enumerate(self._processes)]
+
+    def _answer(self, host: int, process: subprocess.Popen) -> dict[str, Any]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):  # gloo prints lines of its own
+                return json.loads(line)
+        log = Path(self._logs[host].name)
+        last = log.read_text().strip().splitlines() or ["no message"]
+        raise WorkerFailed(f"the process on host {host} ended with code {process.wait()}: {last[-1]} (see {log})")
+
+
+def _verdict(rows: Sequence[Row]) -> int:
+    """Return 1 if an interface has counted other bytes than planned."""
+    wrong = [row for row in rows if row.planned and abs(row.payload / row.planned - 1) > TOLERANCE]
+    for row in wrong:
+        print(
+            f"{row.mesh} over {row.rate}, {row.compression}: {row.payload:,.0f} bytes per step and host were sent, "
+            f"{row.planned:,.0f} were planned",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,216 @@
+"""One process of `experiments.throughput`: it compiles the steps of all compressions and runs those it is told to.
+
+It reads one JSON object a line from stdin and answers each with one on stdout:
+
+    {"run": "taco", "steps": 2}  ->  {"seconds": [...], "sent": bytes, "payload": bytes}
+    {"codec": "taco"}            ->  {"seconds": of the codec's work of one step}
+
+`alone` is the step of one device's share of the model without the others, no message sent: what a step takes when
+communication costs nothing. All processes run it at the same time, as they run the others.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+
+from experiments import communication, step
+from experiments.config import CommunicationConfig, DataConfig, ParallelConfig, TrainConfig
+from experiments.netns import read_counters
+from experiments.processes import Processes, join
+from experiments.throughput_report import ALONE
+from experiments.traffic import Collective
+from taco_jax import codec as codecs
+from taco_jax import wire
+from taco_jax.config import Codec
+from taco_jax.models.config import ModelConfig
+from taco_jax.sharding.mesh import AXES, parse_mesh
+
+MODEL = ModelConfig(num_layers=2, hidden_size=128, num_heads=8, intermediate_size=512, vocab_size=256)
+TOKENS = DataConfig(sequence_length=128, batch_size=16)
+
+
+def configuration(mesh: str, compression: str, chunks: int = 1) -> TrainConfig:
+    """Return the run that is timed; the same model and tokens whatever the mesh and the compression."""
+    pp = parse_mesh(mesh)["pp"]
+    return TrainConfig(
+        mesh=mesh,
+        compression=compression,
+        dtype="float32",
+        model=MODEL,
+        data=TOKENS,
+        parallel=ParallelConfig(num_microbatches=2 * pp if pp > 1 else 1),
+        communication=CommunicationConfig(chunks=chunks),
+    )
+
+
+def share_of_one(config: TrainConfig, local: int) -> TrainConfig:
+    """Return the run of `local` devices that each do what one device of the mesh does: its heads, units, ids, layers."""
+    sizes = parse_mesh(config.mesh)
+    tp, model = sizes["tp"], step.model_config(config)
+    shard = dataclasses.replace(
+        model,
+        num_layers=model.num_layers // sizes["pp"],
+        num_heads=model.num_heads // tp,
+        num_kv_heads=model.num_kv_heads // tp,
+        intermediate_size=model.intermediate_size // tp,
+        vocab_size=model.vocab_size // tp,
+    )
+    data = dataclasses.replace(config.data, batch_size=config.data.batch_size // sizes["dp"] * local)
+    return dataclasses.replace(config, mesh=f"dp{local}", compression="none", model=shard, data=data)
+
+
+def mesh_over_hosts(mesh: str) -> Mesh:
+    """Return the mesh with dp on the devices of one process and tp, the fastest, and pp over the processes.
+
+    The reverse of what one would train with: here the axis whose messages are compressed shall cross the link.
+    """
+    sizes = parse_mesh(mesh)
+    devices = np.array(jax.devices()).reshape(sizes["pp"], sizes["tp"], sizes["dp"]).transpose(2, 0, 1)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def bytes_over_links(collectives: Iterable[Collective], mesh: Mesh) -> dict[int, float]:
+    """Return process -> bytes per step that its devices send to other processes, by the standard algorithms.
+
+    A device of an all-to-all sends its n-th part to each other one; all-gather and all-reduce go around a ring.
+    """
+    process = [device.process_index for device in mesh.devices.flat]
+    sent: Counter[int] = Counter({p: Fraction(0) for p in set(process)})
+    for c in collectives:
+        size = c.count * c.payload_bytes
+        for group in c.groups:
+            n = len(group)
+            if c.op == "collective-permute":
+                source, target = group
+                sent[process[source]] += size * (process[source] != process[target])
+                continue
+            for i, member in enumerate(group):
+                if c.op == "all-to-all":
+                    others = sum(process[other] != process[member] for other in group)
+                    sent[process[member]] += size * others / n
+                elif process[group[(i + 1) % n]] != process[member]:
+                    share = {"all-gather": Fraction(n - 1), "all-reduce": Fraction(2 * (n - 1), n),
+                             "reduce-scatter": Fraction(n - 1, n)}[c.op]  # fmt: skip
+                    sent[process[member]] += size * share
+    return {p: float(size) for p, size in sent.items()}
+
+
+class Step:
+    """A compiled training step with its state; every call trains on."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh):
+        self.program = step.build(config, mesh)
+        rng = np.random.default_rng(config.seed)
+        shape = (config.data.batch_size, config.data.sequence_length)
+        tokens = rng.integers(0, config.model.vocab_size, (2, *shape), dtype=np.int32)
+        rows = {"tokens": tokens[0], "targets": tokens[1], "mask": np.ones(shape, np.float32)}
+        sharding = self.program.batch_sharding
+        self._batch = {k: jax.make_array_from_callback(v.shape, sharding, v.__getitem__) for k, v in rows.items()}
+        self._state = self.program.calibrate(self.program.init(config.seed), self._batch)
+        self._done = 0
+
+    def __call__(self) -> float:
+        """Run one step to its end; return the seconds."""
+        started = time.perf_counter()
+        self._state, metrics = self.program.train_step(self._state, self._done, self._batch)
+        jax.block_until_ready((self._state, metrics))
+        self._done += 1
+        return time.perf_counter() - started
+
+
+def codec_seconds(plan: Iterable[Collective], codec: Codec | None) -> float:
+    """Return the seconds that encoding, adding and decoding the all-reduces of a step take one device.
+
+    One of each per message; that a backward pass decodes what it kept once more is left out.
+    """
+    if codec is None:
+        return 0.0
+    per_value = codec.value_bytes + codec.scale_bytes / codec.block
+    messages: Counter[tuple[int, int]] = Counter()
+    for c in plan:
+        if c.op == "all-to-all" and c.axis == "tp":
+            columns = round(c.payload_bytes / c.group_size / per_value)
+            messages[c.group_size, columns] += c.count
+    return sum(float(count) * _seconds_of_message(codec, *shape) for shape, count in messages.items())
+
+
+def _seconds_of_message(codec: Codec, ranks: int, columns: int) -> float:
+    observe = codec.scale != "none"
+
+    @jax.jit
+    def work(x: jax.Array) -> Any:
+        message, seen = codecs.encode(x, codec, jnp.float32(1), observe=observe)
+        message, seen_sum = codecs.reduce(message, codec, jnp.ones(2), x.dtype, observe=observe)
+        gathered = jnp.broadcast_to(message, (ranks, *message.shape))
+        return codecs.decode(jax.lax.optimization_barrier(gathered), codec, jnp.float32(1), x.dtype), seen, seen_sum
+
+    x = jax.random.normal(jax.random.key(0), (ranks, columns))
+    jax.block_until_ready(work(x))
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        jax.block_until_ready(work(x))
+        times.append(time.perf_counter() - started)
+    return float(np.median(times))
+
+
+def main() -> int:
+    """Serve the commands that come in; the arguments are the mesh and the compressions."""
+    mesh_text, *compressions = sys.argv[1:]
+    count, index = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+    join(Processes(os.environ["JAX_COORDINATOR_ADDRESS"], count, index), mesh_text)
+    mesh = mesh_over_hosts(mesh_text)
+    sizes = dict(mesh.shape)
+    steps, planned, plans = {}, {}, {}
+    for name in compressions:
+        steps[name] = Step(configuration(mesh_text, name), mesh)
+        program = steps[name].program
+        text = program.compiled.as_text()
+        assert text is not None
+        collectives = communication.read_collectives(text, sizes)
+        plans[name] = communication.planned_collectives(program.jaxpr, sizes)
+        communication.check(collectives, plans[name], program.compressed_directions, program.compression.min_bytes)
+        planned[name] = bytes_over_links(collectives, mesh)[index]
+        _answer({"compiled": name})
+    local = jax.local_devices()
+    own = Mesh(np.array(local).reshape(len(local), 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    steps[ALONE] = Step(share_of_one(configuration(mesh_text, "none"), len(local)), own)
+    _answer({"ready": planned, "jax": jax.__version__})
+    together = functools.partial(multihost_utils.sync_global_devices, "throughput")
+    for line in sys.stdin:
+        command = json.loads(line)
+        if name := command.get("codec"):
+            codec = steps[name].program.compression.forward
+            together()
+            _answer({"seconds": codec_seconds(plans[name], codec)})
+            continue
+        run = steps[command["run"]]
+        # Behind a message that all have read nothing waits to be sent, so that the counters are of these steps alone.
+        together()
+        before = read_counters()
+        seconds = [run() for _ in range(command["steps"])]
+        together()
+        sent = read_counters() - before
+        _answer({"seconds": seconds, "sent": sent.sent_bytes, "payload": sent.payload_sent})
+    return 0
+
+
+def _answer(message: dict) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
