@@ -164,7 +164,9 @@ def mesh_of(options: Options) -> Mesh:
     if wanted is not None and wanted < 2:
         raise ValueError(f"--devices must be 2 or more, got {wanted}")
     emulated = _EMULATED if wanted is None else wanted
-    processes = options.num_processes or 1
+    processes = 1 if options.num_processes is None else options.num_processes
+    if processes < 1:
+        raise ValueError(f"--num-processes must be 1 or more, got {processes}")
     if options.coordinator:
         join(Processes(options.coordinator, processes, options.process_id or 0), f"{AXIS}{emulated}")
     elif options.num_processes is not None or options.process_id is not None:
@@ -187,7 +189,7 @@ def check_sizes(plan: Plan, ranks: int) -> None:
     for size in plan.sizes:
         if size % (2 * ranks):
             raise ValueError(
-                f"a size must be a multiple of {2 * ranks} bytes, a bf16 value for each of {ranks} devices, got {size}; "
+                f"a size must be a multiple of {2 * ranks} bytes, a bf16 value for each device, got {size}; "
                 f"--min-size={max(1, size // (2 * ranks)) * 2 * ranks} would do"
             )
 

@@ -1,4 +1,4 @@
-"""`python -m experiments.collectives`: bytes and errors against formulas of their own, and what it says about mistakes."""
+"""`python -m experiments.collectives`: bytes and errors by formulas of their own, and mistakes."""
 
 import csv
 import json
@@ -123,6 +123,7 @@ def test_what_is_left_out_says_why():
         ("--devices=1000", "1000 devices are needed, there are"),
         ("--min-size=1001", "a size must be a multiple of 16 bytes"),
         ("--json=/nowhere/a.json", "there is no folder /nowhere"),
+        ("--num-processes=0", "--num-processes must be 1 or more, got 0"),
         ("--process-id=1", "need --coordinator"),
     ],
 )
