@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,7 @@ def _drawn(length: int, seed: int, rank: int) -> np.ndarray:
     return generator.standard_normal(length, np.float32).astype(ml_dtypes.bfloat16)
 
 
-def _program(case: _Case, compression: taco_jax.Compression) -> Callable:
+def _program(case: _Case, compression: taco_jax.Compression) -> Any:
     n = case.mesh.size
     options = {
         "psum": {},

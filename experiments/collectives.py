@@ -48,7 +48,7 @@ class Options:
     ] = ()
     min_size: Annotated[str, tyro.conf.arg(help="of the bf16 tensor per device; by default 64KiB")] = ""
     max_size: Annotated[str, tyro.conf.arg(help="by default 64MiB, with --quick 1MiB")] = ""
-    factor: Annotated[int | None, tyro.conf.arg(help="between sizes; by default 4")] = None
+    factor: Annotated[int | None, tyro.conf.arg(help="between sizes; by default 4, with --quick 16")] = None
     rounds: Annotated[int | None, tyro.conf.arg(help="turns that are timed; by default 10, with --quick 5")] = None
     seed: Annotated[int, tyro.conf.arg(help="of the values")] = 0
     quick: Annotated[
@@ -120,7 +120,7 @@ def plan_of(options: Options) -> Plan:
             raise ValueError(f"{flag} must be some of {', '.join(known)}, got {', '.join(unknown)}")
     low = bytes_of("--min-size", options.min_size or "64KiB")
     high = bytes_of("--max-size", options.max_size or ("1MiB" if options.quick else "64MiB"))
-    factor = 4 if options.factor is None else options.factor
+    factor = (16 if options.quick else 4) if options.factor is None else options.factor
     rounds = (5 if options.quick else 10) if options.rounds is None else options.rounds
     if low > high:
         raise ValueError(f"--min-size is {low} bytes, more than --max-size, {high}")
@@ -138,7 +138,7 @@ def plan_of(options: Options) -> Plan:
         sizes.append(sizes[-1] * factor)
     operations = options.operations or (("psum",) if options.quick else OPERATIONS)
     compressions = options.compressions or taco_jax.PRESETS
-    return Plan(*map(_once, (operations, compressions)), tuple(sizes), rounds, options.seed)
+    return Plan(_once(operations), _once(compressions), tuple(sizes), rounds, options.seed)
 
 
 def bytes_of(flag: str, text: str) -> int:
