@@ -115,10 +115,11 @@ class _Case:
     def operand(self) -> jax.Array:
         """Return the tensors of all ranks, each on its device."""
         sharding = NamedSharding(self.mesh, P(AXIS))
-        shape = (self.mesh.size * self.length,)
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: self.values[(index[0].start or 0) // self.length][: self.length]
-        )
+
+        def part(index: Any) -> np.ndarray:
+            return self.values[(index[0].start or 0) // self.length][: self.length]
+
+        return jax.make_array_from_callback((self.mesh.size * self.length,), sharding, part)
 
     def scales(self) -> np.ndarray:
         """Return the state of an adaptive codec that has seen these values, f32[2, 2, 5]."""
