@@ -101,7 +101,9 @@ def _check(options: Options) -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if min(sizes.values()) < 1 or sizes["tp"] not in (2, 4, 8) or sizes["pp"] > 2 or sizes["dp"] > 4:
-            raise ConfigError(f"--meshes: {mesh}: the model has 2 layers and 8 heads; tp 2, 4 or 8, pp 1 or 2, dp 1 to 4")
+            raise ConfigError(
+                f"--meshes: {mesh}: the model has 2 layers and 8 heads; tp 2, 4 or 8, pp 1 or 2, dp 1 to 4"
+            )
     for rate in options.rates:
         bits_per_second(rate)
     if unknown := [name for name in options.compressions if name not in PRESETS]:
@@ -128,9 +130,7 @@ def _measure_mesh(options: Options, mesh: str, results: Path) -> None:
                 file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
 
 
-def _measure_rate(
-    workers: "Workers", options: Options, mesh: str, rate: str, codec: dict[str, float]
-) -> Iterator[Row]:
+def _measure_rate(workers: "Workers", options: Options, mesh: str, rate: str, codec: dict[str, float]) -> Iterator[Row]:
     """Yield the rows of a link speed: turns of two steps, after one that warms up."""
     names = (*options.compressions, ALONE)
     answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}

@@ -33,7 +33,6 @@ from experiments.processes import Processes, join
 from experiments.throughput_report import ALONE
 from experiments.traffic import Collective
 from taco_jax import codec as codecs
-from taco_jax import wire
 from taco_jax.config import Codec
 from taco_jax.models.config import ModelConfig
 from taco_jax.sharding.mesh import AXES, parse_mesh
