@@ -44,7 +44,7 @@ class Options:
     rates: Annotated[tuple[str, ...], tyro.conf.arg(help="of each link and direction; none: unshaped")] = (
         "20mbit", "50mbit", "100mbit", "200mbit", "500mbit", "none",
     )  # fmt: skip
-    compressions: Annotated[tuple[str, ...], tyro.conf.arg(help="in turns; bf16 is what the others are compared with")] = (
+    compressions: Annotated[tuple[str, ...], tyro.conf.arg(help="in turns; compared with bf16")] = (
         "bf16", "taco", "int8", "paper", "none",
     )  # fmt: skip
     rounds: Annotated[int, tyro.conf.arg(help="turns; each times two steps of every compression")] = 3

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
@@ -56,7 +55,7 @@ def configuration(mesh: str, compression: str, chunks: int = 1) -> TrainConfig:
 
 
 def share_of_one(config: TrainConfig, local: int) -> TrainConfig:
-    """Return the run of `local` devices that each do what one device of the mesh does: its heads, units, ids, layers."""
+    """Return the run of `local` devices that each do the share of one device of the mesh: its heads, ids, layers."""
     sizes = parse_mesh(config.mesh)
     tp, model = sizes["tp"], step.model_config(config)
     shard = dataclasses.replace(
@@ -87,7 +86,7 @@ def bytes_over_links(collectives: Iterable[Collective], mesh: Mesh) -> dict[int,
     A device of an all-to-all sends its n-th part to each other one; all-gather and all-reduce go around a ring.
     """
     process = [device.process_index for device in mesh.devices.flat]
-    sent: Counter[int] = Counter({p: Fraction(0) for p in set(process)})
+    sent = dict.fromkeys(process, Fraction(0))
     for c in collectives:
         size = c.count * c.payload_bytes
         for group in c.groups:
@@ -138,11 +137,12 @@ def codec_seconds(plan: Iterable[Collective], codec: Codec | None) -> float:
     if codec is None:
         return 0.0
     per_value = codec.value_bytes + codec.scale_bytes / codec.block
-    messages: Counter[tuple[int, int]] = Counter()
+    messages: dict[tuple[int, int], Fraction] = {}
     for c in plan:
         if c.op == "all-to-all" and c.axis == "tp":
             columns = round(c.payload_bytes / c.group_size / per_value)
-            messages[c.group_size, columns] += c.count
+            shape = c.group_size, columns
+            messages[shape] = messages.get(shape, Fraction(0)) + c.count
     return sum(float(count) * _seconds_of_message(codec, *shape) for shape, count in messages.items())
 
 
