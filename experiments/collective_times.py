@@ -213,7 +213,8 @@ def sent_bytes(case: _Case, compression: taco_jax.Compression, name: str, hlo: s
     if compression.forward is not None:
         meant = sum((c.bytes_per_step for c in planned_collectives(jaxpr, axes)), Fraction(0))
         formula = taco_jax.wire_bytes((case.length,), compression.forward, case.mesh.size, case.operation)
-        strays = sorted({c.dtype for c in found if c.dtype != "u8"})
+        wanted = "u8" if compression.forward.value_bytes == 1 else "u16"
+        strays = sorted({c.dtype for c in found if c.dtype != wanted})
         if strays or not sent == meant == formula:
             raise CommunicationMismatch(
                 f"{case.operation} of {case.size} bytes with {name}: the program sends {int(sent)} bytes"
