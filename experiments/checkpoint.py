@@ -178,6 +178,7 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(sealed(record)))
         self._writing = position.step
         with self._written():
+            _silence_closed_loops()
             saved = self._manager.save(position.step, args=args)
         assert saved, f"Orbax did not save step {position.step}; it holds {self._manager.all_steps()}"
 
@@ -227,7 +228,7 @@ class Checkpoints:
             return self._read(chosen, target, unpadded, partial=True)
 
     def _read(self, step: int, target: Any, unpadded: Any = None, partial: bool = False) -> tuple[Any, Position]:
-        _silence_late_reads()
+        _silence_closed_loops()
         unpadded = target if unpadded is None else unpadded
         position, arrays = self._record(step)
         if partial:
@@ -330,8 +331,8 @@ class Checkpoints:
         self._manager.reload()
 
 
-def _silence_late_reads() -> None:
-    """Let TensorStore say nothing when it finishes reads for an event loop that Orbax has given up and closed."""
+def _silence_closed_loops() -> None:
+    """Let TensorStore say nothing when it finishes work for an event loop that Orbax has given up and closed."""
     if getattr(sys.unraisablehook, "__name__", "") == "_report_unraisable":
         return
     before = sys.unraisablehook

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -179,15 +179,18 @@ def _rows(case: _Case, compressions: Sequence[str], rounds: int) -> list[Row]:
         compression = taco_jax.Compression.named(name, min_bytes=0)
         row = Row(case.operation, name, case.size)
         if not served(case.mesh, case.operation, compression):
-            rows[name] = Row(**{**vars(row), "skipped": NOT_SERVED})
+            rows[name] = replace(row, skipped=NOT_SERVED)
             continue
         traced = _program(case, compression).trace(x, scales)
         compiled = traced.lower().compile(compiler_options=step_options(case.mesh) or None)
         sent = sent_bytes(case, compression, name, compiled.as_text() or "", traced.jaxpr)
         snr = _snr_db(case, compiled(x, scales))
-        found = {"snr_db": snr if math.isfinite(snr) else None, "exact": snr == math.inf, "wire_bytes": sent}
-        rows[name] = Row(
-            **{**vars(row), **found, "ratio": bus_factor(case.operation, case.mesh.size) * case.size / sent}
+        rows[name] = replace(
+            row,
+            snr_db=snr if math.isfinite(snr) else None,
+            exact=snr == math.inf,
+            wire_bytes=sent,
+            ratio=bus_factor(case.operation, case.mesh.size) * case.size / sent,
         )
         calls[name] = functools.partial(compiled, x, scales)
     seconds = _medians(calls, rounds, max(1, min(_MAX_CALLS, _BYTES_IN_A_ROW // case.size)))
@@ -252,10 +255,10 @@ def _timed(row: Row, seconds: dict[str, float], ranks: int) -> Row:
     if own is None:
         return row
     rate = row.size / own / 1e9
-    found = {
-        "seconds": own,
-        "algorithm_gb_per_s": rate,
-        "bus_gb_per_s": rate * bus_factor(row.operation, ranks),
-        "speedup": None if lax is None else lax / own,
-    }
-    return Row(**{**vars(row), **found})
+    return replace(
+        row,
+        seconds=own,
+        algorithm_gb_per_s=rate,
+        bus_gb_per_s=rate * bus_factor(row.operation, ranks),
+        speedup=None if lax is None else lax / own,
+    )

@@ -149,10 +149,9 @@ class Links:
     def set_rate(self, rate: str) -> None:
         """Change the speed of all links in both directions, while processes use them."""
         bits = bits_per_second(rate)
-        ends = [(self._namespace(host), INTERFACE) for host in range(self.hosts)]
         _batch("tc", self._switch, [_shaping(f"p{host}", bits) for host in range(self.hosts)])
-        for namespace, interface in ends:
-            _batch("tc", namespace, [_shaping(interface, bits)])
+        for host in range(self.hosts):
+            _batch("tc", self._namespace(host), [_shaping(INTERFACE, bits)])
         self.rate = rate
 
     def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen:

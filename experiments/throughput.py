@@ -8,6 +8,7 @@ DIR/results.jsonl as they come, and a command that is run again measures what is
 Exit codes: 2 a mistake or missing rights, 1 a process failed or sent other bytes than planned, 130 interrupted.
 """
 
+import contextlib
 import dataclasses
 import json
 import signal
@@ -17,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -31,7 +32,6 @@ from taco_jax.sharding.mesh import parse_mesh
 PROGRAM = "python -m experiments.throughput"
 TOLERANCE = 0.01
 """Share by which the bytes of the interfaces may differ from the plan's."""
-_SECONDS_TO_START = 900
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,40 +169,38 @@ class Workers:
         self.links = Links(self.hosts, "none")
         self.planned: dict[str, dict[int, float]] = {}
         self._processes: list[subprocess.Popen] = []
-        self._logs: list[IO[str]] = []
+        self._logs: list[Path] = []
+        self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> "Workers":
         started = time.monotonic()
-        self.links.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.links)
             for host in range(self.hosts):
-                argv = [sys.executable, "-m", "experiments.throughput_worker", self.mesh, *self.compressions]
-                log = (self.folder / f"{self.mesh.replace(',', '-')}-host{host}.log").open("w")
-                self._logs.append(log)
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-                self._processes.append(self.links.popen(host, argv, **pipes))
+                self._start(host, stack)
             for name in self.compressions:
                 _say(f"{self.mesh}: compiling {name} on {self.hosts} hosts")
                 self._answers()
             ready = self._answers()
-        except BaseException:
-            self.__exit__()
-            raise
+            self._cleanup = stack.pop_all()
         for name in self.compressions:
             self.planned[name] = {host: answer["ready"][name] for host, answer in enumerate(ready)}
         _say(f"{self.mesh}: ready after {time.monotonic() - started:.0f} s")
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
-        for log in self._logs:
-            log.close()
-        self.links.__exit__()
+        self._cleanup.close()
+
+    def _start(self, host: int, stack: contextlib.ExitStack) -> None:
+        """Start the process of a host, to be killed when the stack unwinds."""
+        argv = [sys.executable, "-m", "experiments.throughput_worker", self.mesh, *self.compressions]
+        path = self.folder / f"{self.mesh.replace(',', '-')}-host{host}.log"
+        log = stack.enter_context(path.open("w"))
+        process = self.links.popen(host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        self._logs.append(path)
+        self._processes.append(process)
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
         """Send one command to every process and return their answers."""
@@ -223,7 +221,7 @@ class Workers:
         for line in process.stdout:
             if line.startswith("{"):  # gloo prints lines of its own
                 return json.loads(line)
-        log = Path(self._logs[host].name)
+        log = self._logs[host]
         last = log.read_text().strip().splitlines() or ["no message"]
         raise WorkerFailed(f"the process on host {host} ended with code {process.wait()}: {last[-1]} (see {log})")
 

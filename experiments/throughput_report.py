@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.netns import bits_per_second
+from taco_jax.sharding.mesh import parse_mesh
 
 ALONE = "alone"
 """The step without communication."""
@@ -95,10 +96,15 @@ def compare(rows: Iterable[Row]) -> list[Comparison]:
     return found
 
 
+def num_microbatches(mesh: str) -> int:
+    """Return how many microbatches a step has: two for each stage of a pipeline."""
+    pp = parse_mesh(mesh)["pp"]
+    return 2 * pp if pp > 1 else 1
+
+
 def bubble(mesh: str) -> float:
-    """Return what the pipeline's bubble adds to a step in units of its work: (pp - 1) / microbatches, 2 pp of them."""
-    pp = next((int(part[2:]) for part in mesh.split(",") if part.startswith("pp")), 1)
-    return (pp - 1) / (2 * pp)
+    """Return what the pipeline's bubble adds to a step in units of its work: (pp - 1) / microbatches."""
+    return (parse_mesh(mesh)["pp"] - 1) / num_microbatches(mesh)
 
 
 def table(rows: Iterable[Row]) -> Table:

@@ -26,12 +26,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from experiments import communication, step
-from experiments.config import CommunicationConfig, DataConfig, ParallelConfig, TrainConfig
+from experiments.config import DataConfig, ParallelConfig, TrainConfig
 from experiments.netns import read_counters
 from experiments.processes import Processes, join
-from experiments.throughput_report import ALONE
-from experiments.traffic import Collective
+from experiments.throughput_report import ALONE, num_microbatches
+from experiments.traffic import Collective, wire_factor
+from experiments.train import place
 from taco_jax import codec as codecs
+from taco_jax import wire
 from taco_jax.config import Codec
 from taco_jax.models.config import ModelConfig
 from taco_jax.sharding.mesh import AXES, parse_mesh
@@ -40,17 +42,15 @@ MODEL = ModelConfig(num_layers=2, hidden_size=128, num_heads=8, intermediate_siz
 TOKENS = DataConfig(sequence_length=128, batch_size=16)
 
 
-def configuration(mesh: str, compression: str, chunks: int = 1) -> TrainConfig:
+def configuration(mesh: str, compression: str) -> TrainConfig:
     """Return the run that is timed; the same model and tokens whatever the mesh and the compression."""
-    pp = parse_mesh(mesh)["pp"]
     return TrainConfig(
         mesh=mesh,
         compression=compression,
         dtype="float32",
         model=MODEL,
         data=TOKENS,
-        parallel=ParallelConfig(num_microbatches=2 * pp if pp > 1 else 1),
-        communication=CommunicationConfig(chunks=chunks),
+        parallel=ParallelConfig(num_microbatches=num_microbatches(mesh)),
     )
 
 
@@ -100,9 +100,7 @@ def bytes_over_links(collectives: Iterable[Collective], mesh: Mesh) -> dict[int,
                     others = sum(process[other] != process[member] for other in group)
                     sent[process[member]] += size * others / n
                 elif process[group[(i + 1) % n]] != process[member]:
-                    share = {"all-gather": Fraction(n - 1), "all-reduce": Fraction(2 * (n - 1), n),
-                             "reduce-scatter": Fraction(n - 1, n)}[c.op]  # fmt: skip
-                    sent[process[member]] += size * share
+                    sent[process[member]] += size * wire_factor(c.op, n)
     return {p: float(size) for p, size in sent.items()}
 
 
@@ -115,8 +113,7 @@ class Step:
         shape = (config.data.batch_size, config.data.sequence_length)
         tokens = rng.integers(0, config.model.vocab_size, (2, *shape), dtype=np.int32)
         rows = {"tokens": tokens[0], "targets": tokens[1], "mask": np.ones(shape, np.float32)}
-        sharding = self.program.batch_sharding
-        self._batch = {k: jax.make_array_from_callback(v.shape, sharding, v.__getitem__) for k, v in rows.items()}
+        self._batch = place(rows, self.program.batch_sharding)
         self._state = self.program.calibrate(self.program.init(config.seed), self._batch)
         self._done = 0
 
@@ -136,12 +133,10 @@ def codec_seconds(plan: Iterable[Collective], codec: Codec | None) -> float:
     """
     if codec is None:
         return 0.0
-    per_value = codec.value_bytes + codec.scale_bytes / codec.block
     messages: dict[tuple[int, int], Fraction] = {}
     for c in plan:
         if c.op == "all-to-all" and c.axis == "tp":
-            columns = round(c.payload_bytes / c.group_size / per_value)
-            shape = c.group_size, columns
+            shape = c.group_size, wire.message_columns(c.payload_bytes // c.group_size, codec)
             messages[shape] = messages.get(shape, Fraction(0)) + c.count
     return sum(float(count) * _seconds_of_message(codec, *shape) for shape, count in messages.items())
 
@@ -187,7 +182,7 @@ def main() -> int:
     local = jax.local_devices()
     own = Mesh(np.array(local).reshape(len(local), 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     steps[ALONE] = Step(share_of_one(configuration(mesh_text, "none"), len(local)), own)
-    _answer({"ready": planned, "jax": jax.__version__})
+    _answer({"ready": planned})
     together = functools.partial(multihost_utils.sync_global_devices, "throughput")
     for line in sys.stdin:
         command = json.loads(line)

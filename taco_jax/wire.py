@@ -17,8 +17,8 @@ def message_size(columns: int, codec: Codec) -> int:
 
 
 def message_columns(size: int, codec: Codec) -> int:
-    """Return the values of a row whose uint8 message has `size` bytes; inverse of `message_size`."""
-    return size * codec.block // (codec.block + codec.scale_bytes)
+    """Return the values of a row whose message has `size` bytes; inverse of `message_size`."""
+    return size * codec.block // message_size(codec.block, codec)
 
 
 def pack(payload: jax.Array, scales: jax.Array | None) -> jax.Array:
