@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from experiments.config import ConfigError, TrainConfig, flatten, nearest
+from experiments.processes import HEARTBEAT_SECONDS, JOIN_SECONDS
 from experiments.recipes import RECIPES
 from experiments.saved import with_model_of
 from taco_jax.models.presets import PRESETS
@@ -87,12 +88,16 @@ class Arguments:
     """Trace these steps into RUN/profile; 10:13 means 10, 11, 12."""
     peak_flops: Annotated[float | None, _NUMBER, _flag("FLOP/S", "what is known of the device")] = None
     """Dense FLOP/s of one device, which the MFU is a fraction of; 989e12 for an H100."""
-    coordinator: Annotated[str, _flag("HOST:PORT", "a single process")] = ""
+    coordinator: Annotated[str, _flag("HOST:PORT", "a launcher's, or a single process")] = ""
     """Address of process 0, if several processes train together; all run the same command but for their number."""
-    num_processes: Annotated[int | None, _WHOLE_NUMBER, _flag("INT", "1")] = None
-    """How many processes there are."""
-    process_id: Annotated[int | None, _WHOLE_NUMBER, _flag("INT", "0")] = None
+    num_processes: Annotated[int | None, _WHOLE_NUMBER, _flag("INT", "a launcher's, or 1")] = None
+    """How many processes there are; 1 lets this one train alone whatever started it."""
+    process_id: Annotated[int | None, _WHOLE_NUMBER, _flag("INT", "a launcher's, or 0")] = None
     """Number of this one, 0 first."""
+    join_timeout: Annotated[int, _WHOLE_NUMBER, _flag("SECONDS", str(JOIN_SECONDS))] = JOIN_SECONDS
+    """How long to wait for the other processes at the start."""
+    heartbeat_timeout: Annotated[int, _WHOLE_NUMBER, _flag("SECONDS", str(HEARTBEAT_SECONDS))] = HEARTBEAT_SECONDS
+    """Silence after which a process counts as dead, and the others end."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, _flag("SECTION.FIELD=VALUE", "")] = ()
     """Change any other field that --print-config shows."""
     print_config: bool = False

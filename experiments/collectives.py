@@ -28,7 +28,7 @@ import taco_jax
 from experiments.collective_times import AXIS, OPERATIONS, Row, crossover, measure
 from experiments.communication import CommunicationMismatch
 from experiments.config import ConfigError
-from experiments.processes import Processes, join
+from experiments.processes import find, join
 from taco_jax.sharding.mesh import emulate_devices
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -164,14 +164,9 @@ def mesh_of(options: Options) -> Mesh:
     if wanted is not None and wanted < 2:
         raise ValueError(f"--devices must be 2 or more, got {wanted}")
     emulated = _EMULATED if wanted is None else wanted
-    processes = 1 if options.num_processes is None else options.num_processes
-    if processes < 1:
-        raise ValueError(f"--num-processes must be 1 or more, got {processes}")
-    if options.coordinator:
-        join(Processes(options.coordinator, processes, options.process_id or 0), f"{AXIS}{emulated}")
-    elif options.num_processes is not None or options.process_id is not None:
-        raise ValueError("--num-processes and --process-id need --coordinator=HOST:PORT")
-    else:
+    processes = find(options.coordinator, options.num_processes, options.process_id)
+    join(processes, emulated)
+    if processes.count == 1:
         emulate_devices(emulated)
     there = jax.devices()
     count = len(there) if wanted is None else wanted

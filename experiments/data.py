@@ -176,10 +176,16 @@ class TrainingData:
             if len(shuffled) > 1
             else shuffled[0]
         )
-        self._batches = mixed.batch(config.batch_size)
+        self._sequences = mixed
+        self._batch_size = config.batch_size
 
     def __getitem__(self, step: int) -> Batch:
-        return _as_batch(self._batches[step])
+        return self.rows(step, 0, self._batch_size)
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        """Return rows start to stop - 1 of batch `step`; no others are read."""
+        first = step * self._batch_size
+        return _as_batch(np.stack([self._sequences[first + row] for row in range(start, stop)]))
 
 
 def validation_batches(corpus: Corpus, config: DataConfig, count: int) -> list[Batch]:

@@ -12,7 +12,6 @@ communication costs nothing. All processes run it at the same time, as they run 
 import dataclasses
 import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -28,7 +27,7 @@ from jax.sharding import AxisType, Mesh
 from experiments import communication, step
 from experiments.config import DataConfig, ParallelConfig, TrainConfig
 from experiments.netns import read_counters
-from experiments.processes import Processes, join
+from experiments.processes import devices_of, find, join
 from experiments.throughput_report import ALONE, num_microbatches
 from experiments.traffic import Collective, wire_factor
 from experiments.train import place
@@ -164,8 +163,7 @@ def _seconds_of_message(codec: Codec, ranks: int, columns: int) -> float:
 def main() -> int:
     """Serve the commands that come in; the arguments are the mesh and the compressions."""
     mesh_text, *compressions = sys.argv[1:]
-    count, index = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
-    join(Processes(os.environ["JAX_COORDINATOR_ADDRESS"], count, index), mesh_text)
+    join(find(), devices_of(mesh_text))
     mesh = mesh_over_hosts(mesh_text)
     sizes = dict(mesh.shape)
     steps, planned, plans = {}, {}, {}
@@ -177,7 +175,7 @@ def main() -> int:
         collectives = communication.read_collectives(text, sizes)
         plans[name] = communication.planned_collectives(program.jaxpr, sizes)
         communication.check(collectives, plans[name], program.compressed_directions, program.compression.min_bytes)
-        planned[name] = bytes_over_links(collectives, mesh)[index]
+        planned[name] = bytes_over_links(collectives, mesh)[jax.process_index()]
         _answer({"compiled": name})
     local = jax.local_devices()
     own = Mesh(np.array(local).reshape(len(local), 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))

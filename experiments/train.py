@@ -8,11 +8,13 @@ Rerunning a command resumes its run folder. Exit codes:
       4  the compiled step does not send what the configuration says
       5  devices that must hold the same bits do not (log.replica_hash_every)
       6  a checkpoint or a log could not be written; older checkpoints are kept
+      7  another process is gone
      75  the time of --exit-after is up, state saved
     130  SIGINT (Ctrl-C), 138 SIGUSR1, 143 SIGTERM: state saved after the step under way; a second signal quits at once
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -22,11 +24,12 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from experiments import communication, compiler_options, step
 from experiments.checkpoint import CheckpointError, Checkpoints, Position, check_same_run
@@ -46,13 +49,17 @@ from experiments.metrics import (
     write_atomically,
 )
 from experiments.nonfinite import Diverged, NonfiniteGuard
-from experiments.processes import Processes, join, mesh_of
+from experiments.processes import agreed, check_same, check_shared, devices_of, find, join, mesh_of
 from experiments.profiling import Profiler
 from experiments.replicas import ReplicasDiffer, replica_check
 from experiments.saved import keep_origin, make_folder, split_checkpoint
 from experiments.stopping import Stop, describe
 from experiments.trackers import check_installed, tracking
 from taco_jax.models.config import padding_note
+
+PEER_LOST = 7
+# The end of process 0 ends the others, in a dump of JAX's; they shall say before what they have seen.
+_LAST_WORDS_SECONDS = 2.0
 
 _log = logging.getLogger("experiments")
 
@@ -70,7 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print_config:
             print(config_json(config), end="")
             return 0
-        join(Processes(arguments.coordinator, arguments.num_processes or 1, arguments.process_id or 0), config.mesh)
+        processes = find(
+            arguments.coordinator,
+            arguments.num_processes,
+            arguments.process_id,
+            join_timeout=arguments.join_timeout,
+            heartbeat_timeout=arguments.heartbeat_timeout,
+        )
+        join(processes, devices_of(config.mesh))
         session = Session(
             folder=run_folder(arguments, config),
             command=" ".join([PROGRAM, *argv]),
@@ -88,6 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 5)
     except CheckpointError as error:
         return _fail(error, 6)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        reason = str(error).split("\n")[0]
+        return _fail(f"another process is gone ({reason}); the same commands go on from the last checkpoint", PEER_LOST)
     except OSError as error:
         return _fail(f"cannot read or write {error.filename or 'the run folder'}: {error.strerror or error}", 6)
     except KeyboardInterrupt:
@@ -129,11 +148,14 @@ def train(config: TrainConfig, session: Session) -> int:
     """
     folder = session.folder
     started = time.perf_counter()
-    check_installed(config.log)
-    corpus = load_corpus(config.data)
-    config = with_model_sizes(config, corpus)
-    make_folder(folder)
-    config, mesh = mesh_of(config)
+    with agreed():
+        check_installed(config.log)
+        corpus = load_corpus(config.data)
+        config = with_model_sizes(config, corpus)
+        make_folder(folder)
+        config, mesh = mesh_of(config)
+    check_same(configuration=dataclasses.asdict(config), data=corpus.digest)
+    check_shared(folder)
     start_logging()
     with Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints:
         saved = checkpoints.latest(session.from_step)
@@ -174,6 +196,11 @@ class Run:
         """Run folder."""
         return self.session.folder
 
+    def rows(self, data: TrainingData, number: int) -> dict[str, jax.Array]:
+        """Return batch `number` as global arrays on the mesh."""
+        shape = (self.config.data.batch_size, self.config.data.sequence_length)
+        return place_rows(functools.partial(data.rows, number), shape, self.program.batch_sharding)
+
 
 def evaluate(program: step.Program, state: Any, batches: Sequence[dict[str, jax.Array]]) -> float:
     """Return the mean loss in nats per token over `batches` of arrays on the mesh."""
@@ -184,6 +211,27 @@ def evaluate(program: step.Program, state: Any, batches: Sequence[dict[str, jax.
 def place(batch: Batch, sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
     """Return a batch, which every process has whole, as global arrays on the mesh."""
     return {name: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__) for name, rows in batch.items()}
+
+
+def place_rows(
+    read: Callable[[int, int], Batch], shape: tuple[int, int], sharding: jax.sharding.NamedSharding
+) -> dict[str, jax.Array]:
+    """Return a batch as global arrays on the mesh; each process reads the rows of its own devices.
+
+    Args:
+        read: returns rows start to stop - 1 of the batch.
+        shape: of the batch, (sequences, tokens).
+        sharding: how it lies on the mesh.
+    """
+    read = functools.cache(read)
+
+    def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(shape[0])
+        return read(start, stop)[name][:, index[1]]
+
+    return {
+        name: jax.make_array_from_callback(shape, sharding, functools.partial(part, name)) for name in step.BATCH_DTYPES
+    }
 
 
 def _loop(run: Run, state: Any, start: int) -> tuple[Any, int]:
@@ -204,7 +252,7 @@ def _loop(run: Run, state: Any, start: int) -> tuple[Any, int]:
         hooks: list[Hook] = [log, profiler, replicas, _validation(run, log), _saving(run, log), bar]
         log.restart_clock()
         for done in range(start, steps):
-            batch = place(data[done], run.program.batch_sharding)
+            batch = run.rows(data, done)
             with profiler.step(done + 1):
                 state, metrics = run.program.train_step(state, done, batch)
             code = stop.code() if done + 1 < steps else 0
@@ -287,8 +335,8 @@ def _first_state(run: Run, parameters: Any) -> tuple[Any, int]:
     state = run.program.init(run.config.seed)
     if parameters is not None:
         state = {**state, "params": parameters}
-    first = TrainingData(run.corpus, run.config.data, run.config.seed)[0]
-    return run.program.calibrate(state, place(first, run.program.batch_sharding)), 0
+    data = TrainingData(run.corpus, run.config.data, run.config.seed)
+    return program.calibrate(state, run.rows(data, 0)), 0
 
 
 def _load_parameters(config: TrainConfig, program: step.Program, folder: Path) -> Any:
@@ -370,8 +418,10 @@ def _fail(error: Exception | str, code: int) -> int:
 
 if __name__ == "__main__":
     exit_code = main()
-    if exit_code == 6:
-        # Orbax's threads go on waiting for files that will never be written.
+    if exit_code in (6, PEER_LOST):
+        # Orbax's threads go on waiting for files that will never be written, JAX for processes that will never answer.
+        if jax.process_count() > 1 and jax.process_index() == 0:
+            time.sleep(_LAST_WORDS_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

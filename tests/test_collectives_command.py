@@ -124,7 +124,7 @@ def test_what_is_left_out_says_why():
         ("--min-size=1001", "a size must be a multiple of 16 bytes"),
         ("--json=/nowhere/a.json", "there is no folder /nowhere"),
         ("--num-processes=0", "--num-processes must be 1 or more, got 0"),
-        ("--process-id=1", "need --coordinator"),
+        ("--process-id=1", "can only go with --coordinator"),
     ],
 )
 def test_mistakes_are_one_line(flag, message, capsys, monkeypatch):

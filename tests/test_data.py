@@ -1,3 +1,4 @@
+import functools
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.config import ConfigError, DataConfig
 from experiments.data import TrainingData, load_corpus, validation_batches
 from experiments.recipes import RECIPES
-from experiments.train import place
+from experiments.train import place_rows
 from taco_jax.sharding.mesh import make_mesh, parse_mesh
 
 
@@ -74,8 +75,10 @@ def test_an_epoch_holds_every_window_once_and_the_next_has_another_order(config)
 
 @pytest.mark.parametrize("mesh", ["dp2,pp2,tp2", "dp4"])
 def test_every_mesh_sees_the_same_tokens(config, mesh):  # T5
-    batch = TrainingData(load_corpus(config), config, seed=0)[5]
-    placed = place(batch, NamedSharding(make_mesh(parse_mesh(mesh)), P("dp", None)))
+    data = TrainingData(load_corpus(config), config, seed=0)
+    batch = data[5]
+    sharding = NamedSharding(make_mesh(parse_mesh(mesh)), P("dp", None))
+    placed = place_rows(functools.partial(data.rows, 5), batch["tokens"].shape, sharding)
     for name, rows in batch.items():
         np.testing.assert_array_equal(placed[name], rows)
     assert placed["tokens"].addressable_shards[0].data.shape[0] < 4
@@ -207,7 +210,8 @@ def test_a_mixed_batch_depends_on_seed_and_k_alone(texts, mesh):  # T5
     in_order = TrainingData(corpus, config, seed=7)
     seen = [in_order[step] for step in range(60)]
     resumed = TrainingData(load_corpus(config), config, seed=7)
-    placed = place(resumed[55], NamedSharding(make_mesh(parse_mesh(mesh)), P("dp", None)))
+    sharding = NamedSharding(make_mesh(parse_mesh(mesh)), P("dp", None))
+    placed = place_rows(functools.partial(resumed.rows, 55), resumed[55]["tokens"].shape, sharding)
     for name in NAMES:
         np.testing.assert_array_equal(placed[name], seen[55][name])
     assert (TrainingData(corpus, config, seed=8)[3]["tokens"] != seen[3]["tokens"]).any()
@@ -222,11 +226,18 @@ assert (jax.local_device_count(), jax.device_count()) == (2, 4)
 from jax.sharding import NamedSharding, PartitionSpec as P
 from experiments.config import DataConfig
 from experiments.data import TrainingData, load_corpus
-from experiments.train import place
+from experiments.train import place_rows
 from taco_jax.sharding.mesh import make_mesh, parse_mesh
 config = DataConfig(path=sys.argv[3], sequence_length=16, batch_size=4, validation_fraction=0.1)
 sharding = NamedSharding(make_mesh(parse_mesh("dp4")), P("dp", None))
-tokens = place(TrainingData(load_corpus(config), config, seed=7)[55], sharding)["tokens"]
+data, read = TrainingData(load_corpus(config), config, seed=7), []
+
+def rows(start, stop):
+    read.extend(range(start, stop))
+    return data.rows(55, start, stop)
+
+tokens = place_rows(rows, (4, 16), sharding)["tokens"]
+assert read == [2 * int(sys.argv[2]), 2 * int(sys.argv[2]) + 1], read
 rows = {str(shard.index[0].start): np.asarray(shard.data) for shard in tokens.addressable_shards}
 np.savez(f"rows{sys.argv[2]}.npz", **rows)
 """

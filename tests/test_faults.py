@@ -4,11 +4,9 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
-import chex
 import numpy as np
 import pytest
 from event_files import scalars
@@ -62,17 +60,17 @@ def test_a_run_killed_in_the_middle_of_saving_resumes(uninterrupted, compiled_on
 
 
 def test_whatever_stops_a_run_saves_and_it_goes_on(uninterrupted, tmp_path, capsys, monkeypatch):  # P6
-    batch = TrainingData.__getitem__
+    rows = TrainingData.rows
     argv = [*TINY, "--set=checkpoint.every=100", f"--out={tmp_path}"]
     for done, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), start=2):
 
-        def stop_in_the_step(self, step, done=done, number=number):
+        def stop_in_the_step(self, step, *which, done=done, number=number):
             if step == done - 1:
                 signal.raise_signal(number)
-            return batch(self, step)
+            return rows(self, step, *which)
 
         with monkeypatch.context() as patch:
-            patch.setattr(TrainingData, "__getitem__", stop_in_the_step)
+            patch.setattr(TrainingData, "rows", stop_in_the_step)
             assert train.main(argv) == 128 + number
         out = capsys.readouterr().out
         assert f"stopped by signal {number:d}, state saved" in out
@@ -84,53 +82,6 @@ def test_whatever_stops_a_run_saves_and_it_goes_on(uninterrupted, tmp_path, caps
     assert train.main([*argv, "--exit-after=60"]) == 0
     assert "resumed from step 5" in capsys.readouterr().out
     assert_same_run(tmp_path, uninterrupted)
-
-
-@pytest.mark.slow
-def test_two_processes_end_at_the_same_step_when_one_is_told_to(uninterrupted, compiled_once, tmp_path):  # P6, T5
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    argv = [*TINY, f"--out={tmp_path}", f"--coordinator={coordinator}", "--num-processes=2"]
-    settings = environment(compiled_once) | {"JAX_NUM_CPU_DEVICES": "4"}
-
-    def start(number: int, steps: int) -> subprocess.Popen:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        return subprocess.Popen(command(*argv, f"--steps={steps}", f"--process-id={number}"), env=settings, **pipes)
-
-    with start(0, 500) as first, start(1, 500) as second:
-        try:
-            lines_until(first, "step   1/500")
-            second.send_signal(signal.SIGTERM)
-            out, _ = first.communicate(timeout=200)
-            assert (first.wait(), second.wait(timeout=100)) == (143, 143)
-        finally:
-            first.kill()
-            second.kill()
-    assert "stopped by signal 15, state saved" in out
-    (saved,) = [int(p.name) for p in (tmp_path / "checkpoints").iterdir() if int(p.name) % 3]
-    assert saved == len(read_metrics(tmp_path / "metrics.jsonl")) < 500
-    losses, expected = numbers(tmp_path, "loss"), numbers(uninterrupted, "loss")
-    shared = min(len(losses), len(expected))
-    # The same tokens and parameters; sums between processes round in another order.
-    chex.assert_trees_all_close(losses[:shared], expected[:shared], rtol=2e-3)
-    # One process goes on where two have stopped.
-    assert train.main([*TINY, f"--out={tmp_path}", f"--steps={saved + 1}"]) == 0
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == saved + 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["--num-processes=2"], "need --coordinator=HOST:PORT"),
-        (["--coordinator=127.0.0.1:1", "--num-processes=2", "--process-id=2"], "from 0 to 1, got 2"),
-        (["--coordinator=127.0.0.1:1", "--num-processes=3"], "--num-processes=3 does not divide the 8 devices"),
-    ],
-)
-def test_processes_that_do_not_fit_are_one_line(argv, part, capsys):
-    assert train.main([*TINY, *argv]) == 2
-    error = capsys.readouterr().err
-    assert part in error and error.count("\n") == 1
 
 
 SECOND_SIGNAL = """
@@ -198,15 +149,15 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(small_disk, capsys):  #
 
 def test_a_full_log_is_one_line(small_disk, capsys, monkeypatch):  # K2
     disk = small_disk("8m", 400)
-    batch = TrainingData.__getitem__
+    rows = TrainingData.rows
 
-    def fill_at_the_second(self, step):
+    def fill_at_the_second(self, step, *which):
         if step == 1:
             free = shutil.disk_usage(disk).free
             (disk / "ballast").write_bytes(bytes(free))
-        return batch(self, step)
+        return rows(self, step, *which)
 
-    monkeypatch.setattr(TrainingData, "__getitem__", fill_at_the_second)
+    monkeypatch.setattr(TrainingData, "rows", fill_at_the_second)
     # The first object fills the page that the file has.
     assert train.main([*TINY, "--steps=4", "--set=checkpoint.every=100", f"--out={disk / 'run'}"]) == 6
     error = capsys.readouterr().err
@@ -246,13 +197,13 @@ def test_a_new_run_starts_with_the_parameters_of_another(uninterrupted, tmp_path
 
 def poison(monkeypatch, *steps: int) -> None:
     """Let the loss of some steps be NaN: their masks are."""
-    batch = TrainingData.__getitem__
+    rows = TrainingData.rows
 
-    def poisoned(self, step):
-        found = batch(self, step)
+    def poisoned(self, step, *which):
+        found = rows(self, step, *which)
         return {**found, "mask": found["mask"] * np.float32("nan")} if step in steps else found
 
-    monkeypatch.setattr(TrainingData, "__getitem__", poisoned)
+    monkeypatch.setattr(TrainingData, "rows", poisoned)
 
 
 def test_a_step_that_is_not_finite_ends_the_run(tmp_path, capsys, monkeypatch):
