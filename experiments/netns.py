@@ -26,10 +26,18 @@ from experiments.config import ConfigError
 INTERFACE = "net0"
 MAX_HOSTS = 200
 QUEUE_SECONDS = 0.02
+_NETWORK = "10.77.0.0/24"
 _PORT = 12377
 _MTU = 1514
 # Ethernet 14, IPv4 20, TCP with timestamps 32.
 _HEADERS = 66
+# The kernel's 200 ms of patience are ten queues; 50 are more than the queues of both directions are long.
+_MIN_RETRANSMISSION_TIMEOUT = "50ms"
+# What makes TCP keep a slow link busy whose queue is short; all of it also acts on connections that are open already
+# when the rate changes. Peers are near while nothing waits, and TCP would build packets of 64 KB for them at any rate,
+# as large as the whole queue of a link of 25 Mbit/s; without that they hold 1 ms of what the connection carries. Reno
+# answers losses alike on every machine, whatever its default, and may be chosen in a namespace everywhere.
+_TCP_SETTINGS = {"tcp_congestion_control": "reno", "tcp_tso_rtt_log": "0"}
 # The bucket is refilled at least this often even on a kernel that has no fine timers.
 _TICKS_PER_SECOND = 250
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -196,8 +204,11 @@ class Links:
                 f"link add {INTERFACE} type veth peer name {port} netns {self._switch}",
                 f"addr add {self.address(host)}/24 dev {INTERFACE}",
                 *_up(INTERFACE),
+                f"route change {_NETWORK} dev {INTERFACE} proto kernel scope link src {self.address(host)}"
+                f" rto_min {_MIN_RETRANSMISSION_TIMEOUT}",
             ]
             _batch("ip", namespace, lines)
+            _set_tcp(namespace)
             _batch("ip", self._switch, [f"link set {port} master br0", *_up(port)])
             # Gloo listens on the address that the machine's name resolves to.
             names = f"127.0.0.1 localhost\n{self.address(host)} {socket.gethostname()}\n"
@@ -216,6 +227,12 @@ def sweep() -> None:
 def _up(interface: str) -> list[str]:
     # Without an IPv6 address nothing is sent that no program asked for.
     return [f"link set {interface} addrgenmode none", f"link set {interface} up"]
+
+
+def _set_tcp(namespace: str) -> None:
+    """Set what the kernel has of the settings: one before 5.18 builds small packets for slow connections by itself."""
+    writes = "; ".join(f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in _TCP_SETTINGS.items())
+    subprocess.run(["ip", "netns", "exec", namespace, "sh", "-c", writes], capture_output=True, timeout=30)
 
 
 def _shaping(interface: str, bits: float) -> str:

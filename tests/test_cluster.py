@@ -1,5 +1,6 @@
 """Hosts in network namespaces: rates, counters, isolation, and what is left afterwards."""
 
+import contextlib
 import math
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments import cluster, netns
@@ -35,6 +37,38 @@ for _ in range(100):
 end = time.monotonic() + 1
 while time.monotonic() < end:
     connection.sendall(bytes(1 << 16))
+"""
+# One line in, one exchange with all other hosts, one line out: seconds, segments sent, segments sent again.
+EXCHANGE = """
+import os, socket, sys, threading, time
+hosts, me = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+server, connections = socket.create_server(("", 5000)), []
+for other in range(me):
+    while True:
+        try:
+            connections.append(socket.create_connection((f"10.77.0.{other + 1}", 5000)))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+connections += [server.accept()[0] for _ in range(me + 1, hosts)]
+def segments():
+    with open("/proc/self/net/snmp") as lines:
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    tcp = dict(zip(names, values))
+    return int(tcp["OutSegs"]), int(tcp["RetransSegs"])
+for line in sys.stdin:
+    size, before, start = int(line), segments(), time.monotonic()
+    senders = [threading.Thread(target=c.sendall, args=(bytes(size),)) for c in connections]
+    for sender in senders:
+        sender.start()
+    for c in connections:
+        left = size
+        while left:
+            left -= len(c.recv(min(left, 1 << 18)))
+    for sender in senders:
+        sender.join()
+    seconds = time.monotonic() - start
+    print(seconds, *(now - then for now, then in zip(segments(), before)), flush=True)
 """
 
 
@@ -142,6 +176,34 @@ def test_links_have_their_rate_and_count_their_bytes(rights):
             assert sent.payload_sent == pytest.approx(int(size), rel=0.01)
             assert received.payload_received == pytest.approx(int(size), rel=0.01)
     assert left(os.getpid()) == []
+
+
+@pytest.mark.network
+def test_exchanges_of_messages_keep_slow_links_busy(rights):
+    hosts, size = 4, 256 << 10
+    with Links(hosts, "1gbit") as links, contextlib.ExitStack() as stack:
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        argv = [sys.executable, "-c", EXCHANGE]
+        processes = [stack.enter_context(links.popen(host, argv, **options)) for host in range(hosts)]
+
+        def exchange() -> np.ndarray:
+            for process in processes:
+                process.stdin.write(f"{size}\n")
+                process.stdin.flush()
+            return np.array([process.stdout.readline().split() for process in processes], float)
+
+        exchange()
+        for rate in ("30mbit", "100mbit"):
+            # Connections stay open, and need an exchange or two to learn of the new rate.
+            links.set_rate(rate)
+            for _ in range(2):
+                exchange()
+            found = np.stack([exchange() for _ in range(6)])
+            seconds, sent, again = found.transpose(2, 0, 1)
+            # 1448 bytes of payload in 1514 on the wire.
+            ideal = (hosts - 1) * size * 1514 / 1448 * 8 / bits_per_second(rate)
+            assert np.median(seconds.max(1)) < 1.15 * ideal, rate
+            assert again.sum() < 0.02 * sent.sum(), rate
 
 
 @pytest.mark.network
