@@ -112,20 +112,32 @@ class Generator:
         cache, position = None, 0
         while True:
             if cache is None:
-                cache = self._new_cache(state["params"])
+                cache = self.new_cache(state["params"])
                 tokens, position = np.zeros((1, self.prefill_size(len(recent))), np.int32), len(recent)
                 tokens[0, :position] = recent
-                token, cache = self._timed(state, tokens, 0, position, count, cache)
+                token, cache = self.advance(state, tokens, 0, position, count, cache)
             else:
                 tokens, position = np.array([[text[-1]]], np.int32), position + 1
-                token, cache = self._timed(state, tokens, position - 1, 1, count, cache)
+                token, cache = self.advance(state, tokens, position - 1, 1, count, cache)
             text.append(token)
             count += 1
             yield token
             if position == self.length:
                 recent, cache = text[-(self.length // 2) :], None
 
-    def _timed(self, state: dict, tokens: np.ndarray, start: int, size: int, count: int, cache: Any) -> tuple[int, Any]:
+    def advance(
+        self, state: dict, tokens: np.ndarray, start: int, size: int, count: int, cache: Any
+    ) -> tuple[int, Any]:
+        """Return the next token and the cache with `tokens` in it, and add the call to `seconds`.
+
+        Args:
+            state: as for `generate`.
+            tokens: int32[1, S], padded behind the first `size`.
+            start: position of the first.
+            size: how many of them are text.
+            count: tokens drawn before.
+            cache: of `new_cache` or of the call before; donated.
+        """
         run = self.compiled(tokens.shape[1])
         started = time.perf_counter()
         scalars = (np.int32(x) for x in (start, size, count))
@@ -155,7 +167,7 @@ class Generator:
         state = program.abstract_state()
         tokens = jax.ShapeDtypeStruct((1, size), jnp.int32, sharding=replicated)
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-        cache = jax.eval_shape(self._new_cache, state["params"])
+        cache = jax.eval_shape(self.new_cache, state["params"])
         shardings = jax.tree.map(lambda _: NamedSharding(program.mesh, CACHE), cache)
         run = jax.jit(
             self._advance,
@@ -198,7 +210,8 @@ class Generator:
             return model.logits(pipeline.from_last_stage(last), comm), cache
 
     @functools.cached_property
-    def _new_cache(self) -> Any:
+    def new_cache(self) -> Any:
+        """The compiled function from parameters to an empty cache."""
         program = self.program
 
         def local(parameters: dict) -> Any:

@@ -8,14 +8,11 @@ DIR/results.jsonl as they come, and a command that is run again measures what is
 Exit codes: 2 a mistake or missing rights, 1 a process failed or sent other bytes than planned, 130 interrupted.
 """
 
-import contextlib
 import dataclasses
 import json
 import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,12 +21,14 @@ import tyro
 from rich.console import Console
 
 from experiments.config import ConfigError
-from experiments.netns import Links, bits_per_second
+from experiments.link_workers import WorkerFailed, Workers, say
+from experiments.netns import bits_per_second
 from experiments.throughput_report import ALONE, BASELINE, Row, read_rows, table, write_report
 from taco_jax.config import PRESETS
 from taco_jax.sharding.mesh import parse_mesh
 
 PROGRAM = "python -m experiments.throughput"
+WORKER = "experiments.throughput_worker"
 TOLERANCE = 0.01
 """Share by which the bytes of the interfaces may differ from the plan's."""
 
@@ -84,16 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-class WorkerFailed(RuntimeError):
-    """A process on a host ended or did not answer."""
-
-
-def hosts_of(mesh: str) -> int:
-    """Return how many hosts a mesh takes: dp lies within a host."""
-    sizes = parse_mesh(mesh)
-    return sizes["pp"] * sizes["tp"]
-
-
 def _check(options: Options) -> None:
     for mesh in options.meshes:
         try:
@@ -121,7 +110,7 @@ def _measure_mesh(options: Options, mesh: str, results: Path) -> None:
     missing = [rate for rate in options.rates if any((mesh, rate, name) not in found for name in names)]
     if not missing:
         return
-    with Workers(mesh, options.compressions, options.out) as workers:
+    with Workers(WORKER, mesh, options.compressions, options.out) as workers:
         codec = {name: max(a["seconds"] for a in workers.ask(codec=name)) for name in options.compressions}
         for rate in missing:
             workers.links.set_rate(rate)
@@ -130,13 +119,13 @@ def _measure_mesh(options: Options, mesh: str, results: Path) -> None:
                 file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
 
 
-def _measure_rate(workers: "Workers", options: Options, mesh: str, rate: str, codec: dict[str, float]) -> Iterator[Row]:
+def _measure_rate(workers: Workers, options: Options, mesh: str, rate: str, codec: dict[str, float]) -> Iterator[Row]:
     """Yield the rows of a link speed: turns of two steps, after one that warms up."""
     names = (*options.compressions, ALONE)
     answers: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
     for turn in range(options.rounds):
         for name in names:
-            _say(f"{mesh} over {rate}: turn {turn + 1} of {options.rounds}, {name}")
+            say(f"{mesh} over {rate}: turn {turn + 1} of {options.rounds}, {name}")
             if turn == 0:
                 workers.ask(run=name, steps=1)
             answers[name].append(workers.ask(run=name, steps=2))
@@ -155,75 +144,9 @@ def _measure_rate(workers: "Workers", options: Options, mesh: str, rate: str, co
             steps=steps,
             sent=sum(a["sent"] for turn in turns for a in turn) / steps / workers.hosts,
             payload=sum(a["payload"] for turn in turns for a in turn) / steps / workers.hosts,
-            planned=sum(workers.planned.get(name, {}).values()) / workers.hosts,
+            planned=sum(planned.get(name, 0.0) for planned in workers.ready) / workers.hosts,
             codec=codec.get(name, 0.0),
         )
-
-
-class Workers:
-    """The processes on the hosts of a mesh, which answer alike; a context manager."""
-
-    def __init__(self, mesh: str, compressions: Sequence[str], folder: Path):
-        self.mesh, self.compressions, self.folder = mesh, compressions, folder
-        self.hosts = hosts_of(mesh)
-        self.links = Links(self.hosts, "none")
-        self.planned: dict[str, dict[int, float]] = {}
-        self._processes: list[subprocess.Popen] = []
-        self._logs: list[Path] = []
-        self._cleanup = contextlib.ExitStack()
-
-    def __enter__(self) -> "Workers":
-        started = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.links)
-            for host in range(self.hosts):
-                self._start(host, stack)
-            for name in self.compressions:
-                _say(f"{self.mesh}: compiling {name} on {self.hosts} hosts")
-                self._answers()
-            ready = self._answers()
-            self._cleanup = stack.pop_all()
-        for name in self.compressions:
-            self.planned[name] = {host: answer["ready"][name] for host, answer in enumerate(ready)}
-        _say(f"{self.mesh}: ready after {time.monotonic() - started:.0f} s")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
-
-    def _start(self, host: int, stack: contextlib.ExitStack) -> None:
-        """Start the process of a host, to be killed when the stack unwinds."""
-        argv = [sys.executable, "-m", "experiments.throughput_worker", self.mesh, *self.compressions]
-        path = self.folder / f"{self.mesh.replace(',', '-')}-host{host}.log"
-        log = stack.enter_context(path.open("w"))
-        process = self.links.popen(host, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        stack.enter_context(process)
-        stack.callback(process.kill)
-        self._logs.append(path)
-        self._processes.append(process)
-
-    def ask(self, **command: Any) -> list[dict[str, Any]]:
-        """Send one command to every process and return their answers."""
-        for process in self._processes:
-            assert process.stdin is not None
-            try:
-                process.stdin.write(json.dumps(command) + "\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                pass  # its answer is missing too
-        return self._answers()
-
-    def _answers(self) -> list[dict[str, Any]]:
-        return [self._answer(host, process) for host, process in enumerate(self._processes)]
-
-    def _answer(self, host: int, process: subprocess.Popen) -> dict[str, Any]:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):  # gloo prints lines of its own
-                return json.loads(line)
-        log = self._logs[host]
-        last = log.read_text().strip().splitlines() or ["no message"]
-        raise WorkerFailed(f"the process on host {host} ended with code {process.wait()}: {last[-1]} (see {log})")
 
 
 def _verdict(rows: Sequence[Row]) -> int:
@@ -236,10 +159,6 @@ def _verdict(rows: Sequence[Row]) -> int:
             file=sys.stderr,
         )
     return 1 if wrong else 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One process of `experiments.throughput`: it compiles the steps of all compressions and runs those it is told to.
 
-It reads one JSON object a line from stdin and answers each with one on stdout:
+Its commands and answers, as `experiments.link_workers` carries them:
 
     {"run": "taco", "steps": 2}  ->  {"seconds": [...], "sent": bytes, "payload": bytes}
     {"codec": "taco"}            ->  {"seconds": of the codec's work of one step}
@@ -10,8 +10,6 @@ communication costs nothing. All processes run it at the same time, as they run 
 """
 
 import dataclasses
-import functools
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -21,15 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from experiments import communication, step
 from experiments.config import DataConfig, ParallelConfig, TrainConfig
-from experiments.netns import read_counters
-from experiments.processes import devices_of, find, join
+from experiments.link_workers import answer, bytes_over_links, commands, counted, joined_mesh, together
 from experiments.throughput_report import ALONE, num_microbatches
-from experiments.traffic import Collective, wire_factor
+from experiments.traffic import Collective
 from experiments.train import place
 from taco_jax import codec as codecs
 from taco_jax import wire
@@ -67,40 +63,6 @@ def share_of_one(config: TrainConfig, local: int) -> TrainConfig:
     )
     data = dataclasses.replace(config.data, batch_size=config.data.batch_size // sizes["dp"] * local)
     return dataclasses.replace(config, mesh=f"dp{local}", compression="none", model=shard, data=data)
-
-
-def mesh_over_hosts(mesh: str) -> Mesh:
-    """Return the mesh with dp on the devices of one process and tp, the fastest, and pp over the processes.
-
-    The reverse of what one would train with: here the axis whose messages are compressed shall cross the link.
-    """
-    sizes = parse_mesh(mesh)
-    devices = np.array(jax.devices()).reshape(sizes["pp"], sizes["tp"], sizes["dp"]).transpose(2, 0, 1)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def bytes_over_links(collectives: Iterable[Collective], mesh: Mesh) -> dict[int, float]:
-    """Return process -> bytes per step that its devices send to other processes, by the standard algorithms.
-
-    A device of an all-to-all sends its n-th part to each other one; all-gather and all-reduce go around a ring.
-    """
-    process = [device.process_index for device in mesh.devices.flat]
-    sent = dict.fromkeys(process, Fraction(0))
-    for c in collectives:
-        size = c.count * c.payload_bytes
-        for group in c.groups:
-            n = len(group)
-            if c.op == "collective-permute":
-                source, target = group
-                sent[process[source]] += size * (process[source] != process[target])
-                continue
-            for i, member in enumerate(group):
-                if c.op == "all-to-all":
-                    others = sum(process[other] != process[member] for other in group)
-                    sent[process[member]] += size * others / n
-                elif process[group[(i + 1) % n]] != process[member]:
-                    sent[process[member]] += size * wire_factor(c.op, n)
-    return {p: float(size) for p, size in sent.items()}
 
 
 class Step:
@@ -163,11 +125,11 @@ def _seconds_of_message(codec: Codec, ranks: int, columns: int) -> float:
 def main() -> int:
     """Serve the commands that come in; the arguments are the mesh and the compressions."""
     mesh_text, *compressions = sys.argv[1:]
-    join(find(), devices_of(mesh_text))
-    mesh = mesh_over_hosts(mesh_text)
+    mesh = joined_mesh(mesh_text)
     sizes = dict(mesh.shape)
     steps, planned, plans = {}, {}, {}
     for name in compressions:
+        answer({"compiling": name})
         steps[name] = Step(configuration(mesh_text, name), mesh)
         program = steps[name].program
         text = program.compiled.as_text()
@@ -176,32 +138,22 @@ def main() -> int:
         plans[name] = communication.planned_collectives(program.jaxpr, sizes)
         communication.check(collectives, plans[name], program.compressed_directions, program.compression.min_bytes)
         planned[name] = bytes_over_links(collectives, mesh)[jax.process_index()]
-        _answer({"compiled": name})
     local = jax.local_devices()
     own = Mesh(np.array(local).reshape(len(local), 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     steps[ALONE] = Step(share_of_one(configuration(mesh_text, "none"), len(local)), own)
-    _answer({"ready": planned})
-    together = functools.partial(multihost_utils.sync_global_devices, "throughput")
-    for line in sys.stdin:
-        command = json.loads(line)
-        if name := command.get("codec"):
+    answer({"ready": planned})
+    for command in commands():
+        if "codec" in command:
+            name = command["codec"]
             codec = steps[name].program.compression.forward
             together()
-            _answer({"seconds": codec_seconds(plans[name], codec)})
+            answer({"seconds": codec_seconds(plans[name], codec)})
             continue
         run = steps[command["run"]]
-        # Behind a message that all have read nothing waits to be sent, so that the counters are of these steps alone.
-        together()
-        before = read_counters()
-        seconds = [run() for _ in range(command["steps"])]
-        together()
-        sent = read_counters() - before
-        _answer({"seconds": seconds, "sent": sent.sent_bytes, "payload": sent.payload_sent})
+        with counted() as sent:
+            seconds = [run() for _ in range(command["steps"])]
+        answer({"seconds": seconds, **sent})
     return 0
-
-
-def _answer(message: dict) -> None:
-    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments import netns, throughput, throughput_report, throughput_worker
+from experiments import link_workers, netns, throughput, throughput_report
 from experiments.throughput_report import Row
 from experiments.traffic import Collective
 
@@ -33,24 +33,24 @@ def hosts(*of_device: int):
     ],
 )
 def test_every_byte_crosses_where_each_device_has_a_host(op, expected):
-    found = throughput_worker.bytes_over_links([collective(op, ((0, 1, 2, 3),), 400)], hosts(0, 1, 2, 3))
+    found = link_workers.bytes_over_links([collective(op, ((0, 1, 2, 3),), 400)], hosts(0, 1, 2, 3))
     assert found == expected
 
 
 def test_bytes_that_stay_on_a_host_are_not_counted():
     two_hosts = hosts(0, 0, 1, 1)
     # Devices 0 and 1 send two of four parts of 100 bytes to the other host; a ring crosses at 1 -> 2 and 3 -> 0.
-    assert throughput_worker.bytes_over_links([collective("all-to-all", ((0, 1, 2, 3),), 400)], two_hosts) == {
+    assert link_workers.bytes_over_links([collective("all-to-all", ((0, 1, 2, 3),), 400)], two_hosts) == {
         0: 400, 1: 400,
     }  # fmt: skip
-    assert throughput_worker.bytes_over_links([collective("all-reduce", ((0, 1, 2, 3),), 400)], two_hosts) == {
+    assert link_workers.bytes_over_links([collective("all-reduce", ((0, 1, 2, 3),), 400)], two_hosts) == {
         0: 600, 1: 600,
     }  # fmt: skip
-    assert throughput_worker.bytes_over_links([collective("all-reduce", ((0, 1), (2, 3)), 400)], two_hosts) == {
+    assert link_workers.bytes_over_links([collective("all-reduce", ((0, 1), (2, 3)), 400)], two_hosts) == {
         0: 0, 1: 0,
     }  # fmt: skip
     moves = collective("collective-permute", ((0, 2), (1, 0)), 50, count=3)
-    assert throughput_worker.bytes_over_links([moves], two_hosts) == {0: 150, 1: 0}
+    assert link_workers.bytes_over_links([moves], two_hosts) == {0: 150, 1: 0}
 
 
 def row(compression: str, seconds: float, payload: float, mesh: str = "tp2", rate: str = "10mbit") -> Row:
