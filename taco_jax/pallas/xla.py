@@ -17,6 +17,7 @@ from jax import lax
 from taco_jax import wire
 from taco_jax.config import Codec
 from taco_jax.hadamard import rotate
+from taco_jax.pallas import integer_casts
 from taco_jax.pallas.arithmetic import (
     BEFORE_ROTATION,
     FORMAT_DTYPE,
@@ -181,11 +182,26 @@ def _cast(z: jax.Array, codec: Codec) -> jax.Array:
     if codec.format == "int8":
         # A cast of NaN to an integer is undefined; the block's scale carries the NaN.
         z = jnp.where(jnp.isnan(z), 0.0, jnp.round(z))
-    return lax.bitcast_convert_type(z.astype(FORMAT_DTYPE[codec.format]), jnp.uint8)
+        return lax.bitcast_convert_type(z.astype(jnp.int8), jnp.uint8)
+    # XLA:CPU's casts to and from these formats are a chain of branches for each value.
+    return lax.platform_dependent(
+        z,
+        cpu=lambda z: integer_casts.encode(z, codec.format),
+        default=lambda z: lax.bitcast_convert_type(z.astype(FORMAT_DTYPE[codec.format]), jnp.uint8),
+    )
 
 
 def _values(payload: jax.Array, codec: Codec) -> jax.Array:
-    return lax.bitcast_convert_type(_blocks(payload, codec), FORMAT_DTYPE[codec.format]).astype(jnp.float32)
+    return _decoded(_blocks(payload, codec), codec)
+
+
+def _decoded(codes: jax.Array, codec: Codec) -> jax.Array:
+    def cast(codes: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(codes, FORMAT_DTYPE[codec.format]).astype(jnp.float32)
+
+    if codec.format in ("int8", "bf16"):
+        return cast(codes)
+    return lax.platform_dependent(codes, cpu=lambda codes: integer_casts.decode(codes, codec.format), default=cast)
 
 
 def _unrotated(q: jax.Array, codec: Codec) -> jax.Array:
@@ -292,7 +308,7 @@ def _observe(z, encoded, payload, codec: Codec, unit, source) -> jax.Array:
     magnitude = jnp.clip(jnp.abs(z), jnp.where(source != 0, UNDERFLOW, 0.0), limit)
     squares = jnp.sum(jnp.where(valid, jnp.square(magnitude), 0.0))
     saturated = jnp.sum(jnp.abs(encoded) > codec.qmax * SATURATED, dtype=jnp.float32)
-    q = lax.bitcast_convert_type(payload, FORMAT_DTYPE[codec.format]).astype(jnp.float32)
+    q = _decoded(payload, codec)
     error = (jnp.clip(encoded, -OBSERVED, OBSERVED) - q) * jnp.minimum(unit, OBSERVED)
     noise = jnp.sum(jnp.where(jnp.isfinite(error), jnp.square(error), 0.0))
     nonfinite = jnp.sum(~jnp.isfinite(source), dtype=jnp.float32)
