@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from experiments.cli import parse_command_line
 from experiments.config import ConfigError
 from experiments.link_workers import WorkerFailed, Workers, say
 from experiments.netns import bits_per_second
@@ -54,12 +55,12 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and write table, CSV and plot; returns the exit code."""
-    options = tyro.cli(Options, prog=PROGRAM, args=argv)
-    if options.quick:
-        options = dataclasses.replace(
-            options, meshes=("tp2",), rates=("30mbit", "none"), compressions=("bf16", "taco", "int8")
-        )
     try:
+        options = parse_command_line(Options, PROGRAM, sys.argv[1:] if argv is None else argv)
+        if options.quick:
+            options = dataclasses.replace(
+                options, meshes=("tp2",), rates=("30mbit", "none"), compressions=("bf16", "taco", "int8")
+            )
         _check(options)
         options.out.mkdir(parents=True, exist_ok=True)
         results = options.out / "results.jsonl"

@@ -107,10 +107,12 @@ def _seconds_of_message(codec: Codec, ranks: int, columns: int) -> float:
 
     @jax.jit
     def work(x: jax.Array) -> Any:
+        # Barriers where a step has collectives: nothing may be computed twice to be fused.
         message, seen = codecs.encode(x, codec, jnp.float32(1), observe=observe)
-        message, seen_sum = codecs.reduce(message, codec, jnp.ones(2), x.dtype, observe=observe)
-        gathered = jnp.broadcast_to(message, (ranks, *message.shape))
-        return codecs.decode(jax.lax.optimization_barrier(gathered), codec, jnp.float32(1), x.dtype), seen, seen_sum
+        received = jax.lax.optimization_barrier(message)
+        message, seen_sum = codecs.reduce(received, codec, jnp.ones(2), x.dtype, observe=observe)
+        gathered = jax.lax.optimization_barrier(jnp.broadcast_to(message, (ranks, *message.shape)))
+        return codecs.decode(gathered, codec, jnp.float32(1), x.dtype), seen, seen_sum
 
     x = jax.random.normal(jax.random.key(0), (ranks, columns))
     jax.block_until_ready(work(x))
