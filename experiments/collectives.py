@@ -102,7 +102,9 @@ def main(argv: list[str] | None = None) -> int:
         return 4
     for operation in plan.operations:
         console.print(operation_table(operation, rows))
-    console.print(crossover_table(plan, rows))
+    for baseline in ("none", "bf16"):
+        if baseline in plan.compressions:
+            console.print(crossover_table(plan, rows, baseline))
     return 0
 
 
@@ -217,28 +219,33 @@ def operation_table(operation: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def crossover_table(plan: Plan, rows: Sequence[Row]) -> Table:
-    """Return, for each compression and operation, the size from which on it is faster than lax."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title="faster than lax from this size on",
-        caption="what min_bytes is to be on these devices",
-    )
+def crossover_table(plan: Plan, rows: Sequence[Row], baseline: str) -> Table:
+    """Return, for each compression and operation, the size from which on it is faster than the baseline."""
+    what = {"none": "lax", "bf16": "bf16 on the same way"}[baseline]
+    captions = {
+        "none": "what min_bytes is to be on these devices; where XLA:CPU sums, lax sends float32",
+        "bf16": "what the compression is worth by itself",
+    }
+    table = Table(box=box.SIMPLE_HEAD, title=f"faster than {what} from this size on", caption=captions[baseline])
     table.add_column("compression")
     for operation in plan.operations:
         table.add_column(operation, justify="right")
     for name in plan.compressions:
-        if name != "none":
-            table.add_row(name, *(crossover_text(operation, name, rows) for operation in plan.operations))
+        if name not in ("none", baseline):
+            table.add_row(name, *(crossover_text(operation, name, rows, baseline) for operation in plan.operations))
     return table
 
 
-def crossover_text(operation: str, compression: str, rows: Sequence[Row]) -> str:
+def crossover_text(operation: str, compression: str, rows: Sequence[Row], baseline: str) -> str:
     """Return the crossover of one operation and compression in words."""
-    own = [row for row in rows if (row.operation, row.compression) == (operation, compression)]
-    pairs = [(row.size, row.speedup) for row in own if row.speedup is not None]
+    seconds = {(row.compression, row.size): row.seconds for row in rows if row.operation == operation}
+    pairs = [
+        (size, base / own)
+        for (name, size), own in seconds.items()
+        if name == compression and own is not None and (base := seconds.get((baseline, size))) is not None
+    ]
     if not pairs:
-        return "lax not timed"
+        return f"{'lax' if baseline == 'none' else baseline} not timed"
     found = crossover(pairs)
     return f"never up to {with_unit(max(pairs)[0])}" if found is None else with_unit(found)
 

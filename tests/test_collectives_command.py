@@ -88,10 +88,19 @@ def test_crossover_holds_from_a_size_on(speedups, expected):
 
 
 def test_crossover_in_words():
-    rows = [Row("psum", "int8", size, speedup=speedup) for size, speedup in ((1024, 0.5), (4096, 2.0))]
-    rows += [Row("psum", "fp8", 4096, speedup=0.5), Row("psum", "paper", 4096)]
-    said = [collectives.crossover_text("psum", name, rows) for name in ("int8", "fp8", "paper")]
-    assert said == ["4 KiB", "never up to 4 KiB", "lax not timed"]
+    seconds = {"none": (1, 2), "bf16": (2, 4), "int8": (2, 1), "fp8": (3, 3)}
+    rows = [
+        Row("psum", name, size, seconds=s)
+        for name, both in seconds.items()
+        for size, s in zip((1024, 4096), both, strict=True)
+    ]
+    rows.append(Row("psum", "paper", 4096))
+    said = [
+        [collectives.crossover_text("psum", name, rows, baseline) for name in ("int8", "fp8", "paper")]
+        for baseline in ("none", "bf16")
+    ]
+    assert said[0] == ["4 KiB", "never up to 4 KiB", "lax not timed"]
+    assert said[1] == ["4 KiB", "4 KiB", "bf16 not timed"]
 
 
 def test_compression_that_is_not_on_the_wire_ends_with_4(monkeypatch, capsys):
