@@ -33,6 +33,9 @@ from experiments.traffic import Collective, wire_factor
 from taco_jax.sharding.mesh import AXES, parse_mesh
 
 
+_OF_THE_FIRST_STAGE = ("embedding",)
+
+
 class WorkerFailed(RuntimeError):
     """A process on a host ended or did not answer."""
 
@@ -164,13 +167,17 @@ def counted() -> Iterator[dict[str, int]]:
 def bytes_over_links(collectives: Iterable[Collective], mesh: Mesh) -> dict[int, float]:
     """Return process -> bytes per step that its devices send to other processes, by the standard algorithms.
 
-    A device of an all-to-all sends its n-th part to each other one; all-gather and all-reduce go around a ring.
+    A device of an all-to-all sends its n-th part to each other one; all-gather and all-reduce go around a ring. Only the
+    first stage of a pipeline sends what stands in its conditional.
     """
     process = [device.process_index for device in mesh.devices.flat]
+    stage = np.indices(mesh.devices.shape)[mesh.axis_names.index("pp")].ravel()
     sent = dict.fromkeys(process, Fraction(0))
     for c in collectives:
         size = c.count * c.payload_bytes
         for group in c.groups:
+            if c.site in _OF_THE_FIRST_STAGE and stage[group[0]] > 0:
+                continue
             n = len(group)
             if c.op == "collective-permute":
                 source, target = group
