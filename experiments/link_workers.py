@@ -32,7 +32,6 @@ from experiments.processes import devices_of, find, join
 from experiments.traffic import Collective, wire_factor
 from taco_jax.sharding.mesh import AXES, parse_mesh
 
-
 _OF_THE_FIRST_STAGE = ("embedding",)
 
 
@@ -167,8 +166,8 @@ def counted() -> Iterator[dict[str, int]]:
 def bytes_over_links(collectives: Iterable[Collective], mesh: Mesh) -> dict[int, float]:
     """Return process -> bytes per step that its devices send to other processes, by the standard algorithms.
 
-    A device of an all-to-all sends its n-th part to each other one; all-gather and all-reduce go around a ring. Only the
-    first stage of a pipeline sends what stands in its conditional.
+    A device of an all-to-all sends its n-th part to each other one; all-gather and all-reduce go around a ring. Only
+    the first stage of a pipeline sends what stands in its conditional.
     """
     process = [device.process_index for device in mesh.devices.flat]
     stage = np.indices(mesh.devices.shape)[mesh.axis_names.index("pp")].ravel()

@@ -13,13 +13,14 @@ from experiments.throughput_report import Row
 from experiments.traffic import Collective
 
 
-def collective(op: str, groups, size: int, count: int = 1) -> Collective:
-    return Collective(op, "tp", len(groups[0]), (("u8", size),), Fraction(count), "", groups)
+def collective(op: str, groups, size: int, count: int = 1, name: str = "") -> Collective:
+    return Collective(op, "tp", len(groups[0]), (("u8", size),), Fraction(count), name, groups)
 
 
 def hosts(*of_device: int):
     """Stands for a mesh: the process of each device, in mesh order."""
-    return SimpleNamespace(devices=np.array([SimpleNamespace(process_index=p) for p in of_device]))
+    devices = np.array([SimpleNamespace(process_index=p) for p in of_device]).reshape(1, -1, 2)
+    return SimpleNamespace(devices=devices, axis_names=("dp", "pp", "tp"))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,14 @@ def test_bytes_that_stay_on_a_host_are_not_counted():
     }  # fmt: skip
     moves = collective("collective-permute", ((0, 2), (1, 0)), 50, count=3)
     assert link_workers.bytes_over_links([moves], two_hosts) == {0: 150, 1: 0}
+
+
+def test_only_the_first_stage_sends_the_embedding():
+    groups = ((0, 1), (2, 3))  # of tp, one for each of two stages
+    for site, expected in (("embedding", {0: 50, 1: 50, 2: 0, 3: 0}), ("mlp", dict.fromkeys(range(4), 50))):
+        message = collective("all-to-all", groups, 100, name=f"jit(step)/taco.psum.{site}.forward/all_to_all")
+        assert message.site == site
+        assert link_workers.bytes_over_links([message], hosts(0, 1, 2, 3)) == expected
 
 
 def row(compression: str, seconds: float, payload: float, mesh: str = "tp2", rate: str = "10mbit") -> Row:
