@@ -150,9 +150,10 @@ def _plot(compared: Sequence[Comparison], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     meshes = list(dict.fromkeys(c.row.mesh for c in compared))
+    speeds = sorted({_bits(c) / 1e6 for c in compared if math.isfinite(_bits(c))})
     figure, axes = pyplot.subplots(1, len(meshes), figsize=(4.5 * len(meshes), 4), sharey=True, squeeze=False)
     for panel, mesh in zip(axes[0], meshes, strict=True):
         for color, name in zip(("C0", "C1", "C2", "C3"), ("taco", "int8", "paper", "none"), strict=True):
@@ -165,6 +166,9 @@ def _plot(compared: Sequence[Comparison], path: Path) -> None:
             panel.plot(rates, [c.bound for c in points], "--", color=color, alpha=0.5)
         panel.axhline(1.0, color="grey", linewidth=0.8)
         panel.set(xscale="log", xlabel="link, Mbit/s", title=mesh)
+        panel.xaxis.set_major_locator(ticker.FixedLocator(speeds))
+        panel.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        panel.xaxis.set_minor_locator(ticker.NullLocator())
     axes[0][0].set_ylabel(f"speed-up over {BASELINE} (dashed: bound)")
     axes[0][0].legend()
     figure.tight_layout()
