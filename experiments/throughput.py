@@ -31,8 +31,8 @@ from taco_jax.sharding.mesh import parse_mesh
 PROGRAM = "python -m experiments.throughput"
 WORKER = "experiments.throughput_worker"
 TOLERANCE = 0.015
-"""Share by which the bytes of the interfaces may differ from the plan's: under 1 % where tp alone is between hosts. With
-pp some small all-reduces go around all hosts in notices of gloo's, of 40 bytes, which make it 1.2 %."""
+"""Share by which the bytes of the interfaces may differ from the plan's: under 1 % where tp alone is between hosts.
+With pp some small all-reduces go around all hosts in notices of gloo's, of 40 bytes, which make it 1.2 %."""
 
 
 @dataclasses.dataclass(frozen=True)
