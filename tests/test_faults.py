@@ -64,10 +64,10 @@ def test_whatever_stops_a_run_saves_and_it_goes_on(uninterrupted, tmp_path, caps
     argv = [*TINY, "--set=checkpoint.every=100", f"--out={tmp_path}"]
     for done, number in enumerate((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), start=2):
 
-        def stop_in_the_step(self, step, *which, done=done, number=number):
-            if step == done - 1:
+        def stop_in_the_step(self, step, start, stop, done=done, number=number):
+            if (step, start) == (done - 1, 0):
                 signal.raise_signal(number)
-            return rows(self, step, *which)
+            return rows(self, step, start, stop)
 
         with monkeypatch.context() as patch:
             patch.setattr(TrainingData, "rows", stop_in_the_step)
@@ -151,11 +151,11 @@ def test_a_full_log_is_one_line(small_disk, capsys, monkeypatch):  # K2
     disk = small_disk("8m", 400)
     rows = TrainingData.rows
 
-    def fill_at_the_second(self, step, *which):
-        if step == 1:
+    def fill_at_the_second(self, step, start, stop):
+        if (step, start) == (1, 0):
             free = shutil.disk_usage(disk).free
             (disk / "ballast").write_bytes(bytes(free))
-        return rows(self, step, *which)
+        return rows(self, step, start, stop)
 
     monkeypatch.setattr(TrainingData, "rows", fill_at_the_second)
     # The first object fills the page that the file has.
