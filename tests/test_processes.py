@@ -235,3 +235,45 @@ def test_processes_with_other_arguments_do_not_start(compiled_once, tmp_path):
             "python -m experiments.train: error: process 1 has another configuration than process 0; give all the same"
         )
         assert ended(found) == [(2, line), (2, line)]
+
+
+@pytest.mark.slow
+def test_folders_that_are_not_shared_and_files_that_one_misses(compiled_once, tmp_path):
+    prefix = "python -m experiments.train: error:"
+    with trainers(compiled_once, 2, "tp2", f"--out={tmp_path}", p1="--data=missing.txt") as found:
+        assert ended(found) == [
+            (2, f"{prefix} process 1 cannot start; its own message says why"),
+            (2, f"{prefix} cannot read --data=missing.txt: No such file or directory"),
+        ]
+    with trainers(compiled_once, 2, "tp2", p0=f"--out={tmp_path / 'a'}", p1=f"--out={tmp_path / 'b'}") as found:
+        for (code, line), name in zip(ended(found), "ab", strict=True):
+            other = f"{prefix} --out={tmp_path / name} of process 1 is not the folder of process 0"
+            assert code == 2 and line.startswith(other)
+    assert not list(tmp_path.glob("*/.shared*"))
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_ends_all(compiled_once, tmp_path):
+    argv = ["--set=optimizer.learning_rate=1e38", "--steps=9", f"--out={tmp_path}"]
+    with trainers(compiled_once, 2, "tp2", *argv) as found:
+        (first, line), (second, other) = ended(found)
+    assert (first, second) == (3, 3) and line == other and "loss nan, gradient norm nan" in line
+
+
+@pytest.mark.slow
+def test_a_process_that_falls_silent_ends_the_others(compiled_once, tmp_path):  # P3
+    argv = ["--steps=500", "--heartbeat-timeout=10", f"--out={tmp_path}"]
+    with trainers(compiled_once, 2, "tp2", *argv) as found:
+        read_until(found[0], "step   2/500")
+        found[1].send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        [(code, _)] = ended(found[:1], timeout=60)
+        assert code not in (0, None) and time.monotonic() - stopped < 30
+
+
+@pytest.mark.slow
+def test_four_processes_train_as_one_does(uninterrupted, compiled_once, tmp_path):  # T5
+    with trainers(compiled_once, 4, "dp2,pp2,tp2", f"--out={tmp_path}") as found:
+        assert [code for code, _ in ended(found, timeout=400)] == [0] * 4
+    for name in ("loss", "grad_norm"):
+        chex.assert_trees_all_close(numbers(tmp_path, name), numbers(uninterrupted, name), rtol=2e-3)
