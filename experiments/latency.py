@@ -14,9 +14,7 @@ with other tokens than before, 130 interrupted.
 """
 
 import dataclasses
-import json
 import re
-import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,9 +38,8 @@ from experiments.latency_report import (
     times_table,
     write_csv,
 )
+from experiments.link_figures import add_rows, check_turns, exit_code, write_rows
 from experiments.link_workers import WorkerFailed, Workers, say
-from experiments.netns import bits_per_second
-from taco_jax.config import PRESETS
 
 PROGRAM = "python -m experiments.latency"
 WORKER = "experiments.latency_worker"
@@ -83,25 +80,19 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and write tables, CSV and plot; returns the exit code."""
-    try:
-        options = _filled(parse_command_line(Options, PROGRAM, sys.argv[1:] if argv is None else argv))
-        _check(options)
-        options.out.mkdir(parents=True, exist_ok=True)
-        results = options.out / "results.jsonl"
-        for mesh in options.meshes:
-            _measure_mesh(options, mesh, results)
-        rows = _asked_for(options, read_rows(results))
-        _write(options, rows)
-        return _verdict(rows)
-    except ConfigError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
-    except WorkerFailed as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted; the same command goes on", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return exit_code(PROGRAM, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    options = _filled(parse_command_line(Options, PROGRAM, argv))
+    _check(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = options.out / "results.jsonl"
+    for mesh in options.meshes:
+        _measure_mesh(options, mesh, results)
+    rows = _asked_for(options, read_rows(results))
+    _write(options, rows)
+    return _verdict(rows)
 
 
 def _filled(options: Options) -> Options:
@@ -118,16 +109,9 @@ def _filled(options: Options) -> Options:
 def _check(options: Options) -> None:
     if wrong := [mesh for mesh in options.meshes if not re.fullmatch("tp[248]", mesh)]:
         raise ConfigError(f"--meshes: a host per device and 8 heads: tp2, tp4 or tp8, got {', '.join(wrong)}")
-    for rate in options.rates:
-        bits_per_second(rate)
-    if unknown := [name for name in options.compressions if name not in PRESETS]:
-        raise ConfigError(f"--compressions: there are {', '.join(PRESETS)}, got {', '.join(unknown)}")
-    if BASELINE not in options.compressions:
-        raise ConfigError(f"--compressions needs {BASELINE}, which the others are compared with")
+    check_turns(options.rates, options.compressions, BASELINE, options.rounds)
     if wrong_sizes := [size for size in options.prompts if not 2 <= size <= LONGEST]:
         raise ConfigError(f"--prompts must be from 2 to {LONGEST} tokens, got {wrong_sizes[0]}")
-    if options.rounds < 1:
-        raise ConfigError(f"--rounds must be 1 or more, got {options.rounds}")
     if options.min_bytes < 0:
         raise ConfigError(f"--min-bytes must be 0 or more, got {options.min_bytes}")
     for path in (options.json, options.csv):
@@ -168,9 +152,7 @@ def _measure_mesh(options: Options, mesh: str, results: Path) -> None:
     with Workers(WORKER, mesh, arguments, options.out) as workers:
         for rate, size in missing:
             workers.links.set_rate(rate)
-            rows = list(_measure_size(workers, options, rate, size))
-            with results.open("a") as file:
-                file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+            add_rows(results, list(_measure_size(workers, options, rate, size)))
 
 
 def _measure_size(workers: Workers, options: Options, rate: str, size: int) -> Iterator[Row]:
@@ -235,8 +217,7 @@ def _write(options: Options, rows: Sequence[Row]) -> None:
     plot(rows, options.out / "latency.png")
     if options.csv is not None:
         write_csv(rows, options.csv)
-    if options.json is not None:
-        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    write_rows(options.json, rows)
     console = Console(width=120)
     for mesh in options.meshes:
         here = [row for row in rows if row.mesh == mesh]

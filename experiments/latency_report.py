@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from experiments import link_figures
 from experiments.collective_times import crossover
 from experiments.collectives import with_unit
 
@@ -64,11 +64,8 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of results.jsonl, none if it is not there; of a row that stands twice the last."""
-    if not path.exists():
-        return []
-    rows = (Row(**json.loads(line)) for line in path.read_text().splitlines())
-    return list({row.key: row for row in rows}.values())
+    """Return the rows of results.jsonl."""
+    return link_figures.read_rows(path, Row)
 
 
 def speed_up(row: Row, base: Row) -> float:

@@ -9,8 +9,6 @@ Exit codes: 2 a mistake or missing rights, 1 a process failed or sent other byte
 """
 
 import dataclasses
-import json
-import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,10 +20,9 @@ from rich.console import Console
 
 from experiments.cli import parse_command_line
 from experiments.config import ConfigError
-from experiments.link_workers import WorkerFailed, Workers, say
-from experiments.netns import bits_per_second
+from experiments.link_figures import add_rows, check_turns, exit_code, write_rows
+from experiments.link_workers import Workers, say
 from experiments.throughput_report import ALONE, BASELINE, Row, read_rows, table, write_report
-from taco_jax.config import PRESETS
 from taco_jax.sharding.mesh import parse_mesh
 
 PROGRAM = "python -m experiments.throughput"
@@ -56,33 +53,26 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and write table, CSV and plot; returns the exit code."""
-    try:
-        options = parse_command_line(Options, PROGRAM, sys.argv[1:] if argv is None else argv)
-        if options.quick:
-            options = dataclasses.replace(
-                options, meshes=("tp2",), rates=("30mbit", "none"), compressions=("bf16", "taco", "int8")
-            )
-        _check(options)
-        options.out.mkdir(parents=True, exist_ok=True)
-        results = options.out / "results.jsonl"
-        for mesh in options.meshes:
-            _measure_mesh(options, mesh, results)
-        rows = [row for row in read_rows(results) if row.mesh in options.meshes and row.rate in options.rates]
-        write_report(rows, options.out)
-        if options.json is not None:
-            options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
-        Console(width=120).print(table(rows))
-        print(f"{options.out}: results.jsonl, throughput.csv, throughput.png")
-        return _verdict(rows)
-    except ConfigError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 2
-    except WorkerFailed as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted; the same command goes on", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return exit_code(PROGRAM, lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    options = parse_command_line(Options, PROGRAM, argv)
+    if options.quick:
+        options = dataclasses.replace(
+            options, meshes=("tp2",), rates=("30mbit", "none"), compressions=("bf16", "taco", "int8")
+        )
+    _check(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = options.out / "results.jsonl"
+    for mesh in options.meshes:
+        _measure_mesh(options, mesh, results)
+    rows = [row for row in read_rows(results) if row.mesh in options.meshes and row.rate in options.rates]
+    write_report(rows, options.out)
+    write_rows(options.json, rows)
+    Console(width=120).print(table(rows))
+    print(f"{options.out}: results.jsonl, throughput.csv, throughput.png")
+    return _verdict(rows)
 
 
 def _check(options: Options) -> None:
@@ -95,19 +85,12 @@ def _check(options: Options) -> None:
             raise ConfigError(
                 f"--meshes: {mesh}: the model has 2 layers and 8 heads; tp 2, 4 or 8, pp 1 or 2, dp 1 to 4"
             )
-    for rate in options.rates:
-        bits_per_second(rate)
-    if unknown := [name for name in options.compressions if name not in PRESETS]:
-        raise ConfigError(f"--compressions: there are {', '.join(PRESETS)}, got {', '.join(unknown)}")
-    if BASELINE not in options.compressions:
-        raise ConfigError(f"--compressions needs {BASELINE}, which the others are compared with")
-    if options.rounds < 1:
-        raise ConfigError(f"--rounds must be 1 or more, got {options.rounds}")
+    check_turns(options.rates, options.compressions, BASELINE, options.rounds)
 
 
 def _measure_mesh(options: Options, mesh: str, results: Path) -> None:
     """Measure what results.jsonl does not have of this mesh."""
-    found = {(row.mesh, row.rate, row.compression) for row in read_rows(results)}
+    found = {row.key for row in read_rows(results)}
     names = (*options.compressions, ALONE)
     missing = [rate for rate in options.rates if any((mesh, rate, name) not in found for name in names)]
     if not missing:
@@ -116,9 +99,7 @@ def _measure_mesh(options: Options, mesh: str, results: Path) -> None:
         codec = {name: max(a["seconds"] for a in workers.ask(codec=name)) for name in options.compressions}
         for rate in missing:
             workers.links.set_rate(rate)
-            rows = list(_measure_rate(workers, options, mesh, rate, codec))
-            with results.open("a") as file:
-                file.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+            add_rows(results, list(_measure_rate(workers, options, mesh, rate, codec)))
 
 
 def _measure_rate(workers: Workers, options: Options, mesh: str, rate: str, codec: dict[str, float]) -> Iterator[Row]:

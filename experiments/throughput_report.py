@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from experiments import link_figures
 from experiments.netns import bits_per_second
 from taco_jax.sharding.mesh import parse_mesh
 
@@ -52,6 +52,11 @@ class Row:
     codec: float
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from all others."""
+        return self.mesh, self.rate, self.compression
+
+    @property
     def busy(self) -> float:
         """Share of the step in which a link is sending."""
         return self.sent * 8 / bits_per_second(self.rate) / self.seconds
@@ -74,17 +79,14 @@ class Comparison:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of results.jsonl, none if it is not there; of a row that stands twice the last."""
-    if not path.exists():
-        return []
-    rows = (Row(**json.loads(line)) for line in path.read_text().splitlines())
-    return list({(row.mesh, row.rate, row.compression): row for row in rows}.values())
+    """Return the rows of results.jsonl."""
+    return link_figures.read_rows(path, Row)
 
 
 def compare(rows: Iterable[Row]) -> list[Comparison]:
     """Return every compression beside the uncompressed row of its mesh and link, in the order of the rows."""
     rows = list(rows)
-    by_place = {(row.mesh, row.rate, row.compression): row for row in rows}
+    by_place = {row.key: row for row in rows}
     found = []
     for row in rows:
         base, alone = (by_place.get((row.mesh, row.rate, name)) for name in (BASELINE, ALONE))
