@@ -55,6 +55,7 @@ def test_every_compression_sent_what_its_program_says():
     measured = [row for row in ROWS if row.planned]
     assert len(measured) == 3 * 6 * 5
     off = {row: abs(row.payload / row.planned - 1) for row in measured}
-    assert max(off.values()) <= TOLERANCE
-    assert max(share for row, share in off.items() if row.mesh != "dp2,pp2,tp2") <= 0.01
+    assert max(share for row, share in off.items() if row.mesh != "dp2,pp2,tp2") <= TOLERANCE
+    # With pp the page says by how much more.
+    assert max(off.values()) <= 0.014
     assert min(row.steps for row in measured) >= 5
