@@ -198,7 +198,7 @@ class Run:
 
     def rows(self, data: TrainingData, number: int) -> dict[str, jax.Array]:
         """Return batch `number` as global arrays on the mesh."""
-        shape = (self.config.data.batch_size, self.config.data.sequence_length)
+        shape = self.program.abstract_batch["tokens"].shape
         return place_rows(functools.partial(data.rows, number), shape, self.program.batch_sharding)
 
 

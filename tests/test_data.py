@@ -2,7 +2,6 @@ import functools
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from gpt2 import gpt2_folder
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from trainer import free_port
 
 from experiments.config import ConfigError, DataConfig
 from experiments.data import TrainingData, load_corpus, validation_batches
@@ -244,9 +244,7 @@ np.savez(f"rows{sys.argv[2]}.npz", **rows)
 
 
 def test_two_processes_see_the_tokens_of_one(texts):  # T5
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     path = "a:0.7,b:0.2,c:0.1"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     processes = [

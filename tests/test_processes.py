@@ -9,7 +9,7 @@ import time
 
 import chex
 import pytest
-from trainer import TINY, command, environment, numbers
+from trainer import TINY, command, environment, free_port, numbers
 
 from experiments import processes, train
 from experiments.config import ConfigError
@@ -30,12 +30,6 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
 VARIABLES = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from trainer import free_port
 
 from experiments import train
 from experiments.metrics import Progress, StepLog
@@ -142,17 +142,10 @@ except ReplicasDiffer as error:
 """
 
 
-@pytest.fixture
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def test_real_processes_find_the_same_difference(free_port):
+def test_real_processes_find_the_same_difference():
     root = Path(__file__).parent.parent
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(root)}
-    arguments = [sys.executable, "-c", TWO_PROCESSES, f"localhost:{free_port}"]
+    arguments = [sys.executable, "-c", TWO_PROCESSES, f"localhost:{free_port()}"]
     processes = [
         subprocess.Popen([*arguments, str(i)], env=environment, stdout=subprocess.PIPE, text=True) for i in range(2)
     ]

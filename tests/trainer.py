@@ -1,6 +1,7 @@
 """Runs of the trainer, in this process and in others, that share what they compile; and their comparison."""
 
 import os
+import socket
 import sys
 
 import chex
@@ -42,3 +43,10 @@ def command(*argv: str) -> list[str]:
 
 def environment(compiled_once) -> dict[str, str]:
     return os.environ | compiled_once | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
