@@ -216,7 +216,7 @@ def sent_bytes(case: _Case, compression: taco_jax.Compression, name: str, hlo: s
     if compression.forward is not None:
         meant = sum((c.bytes_per_step for c in planned_collectives(jaxpr, axes)), Fraction(0))
         formula = taco_jax.wire_bytes((case.length,), compression.forward, case.mesh.size, case.operation)
-        wanted = "u8" if compression.forward.value_bytes == 1 else "u16"
+        wanted = "u16" if compression.forward.value_bits == 16 else "u8"
         strays = sorted({c.dtype for c in found if c.dtype != wanted})
         if strays or not sent == meant == formula:
             raise CommunicationMismatch(

@@ -10,10 +10,15 @@ import math
 import ml_dtypes
 import numpy as np
 
-from taco_jax.config import Codec
+from taco_jax.config import INTEGERS, Codec
 from taco_jax.scales import TARGET_LOG2_RMS
 
-_FORMATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "bf16": ml_dtypes.bfloat16}
+_FORMATS = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m4": ml_dtypes.float8_e3m4,
+    "bf16": ml_dtypes.bfloat16,
+}
 _MAXIMA, _POINTS = 256, 4096
 _TAIL = 9.0  # standard deviations; what lies beyond has no weight
 _FINEST = 2.0**-10  # codes on a finer grid than this, of values whose RMS is about 2, carry no power
@@ -81,7 +86,7 @@ def _sent(scale: np.ndarray, codec: Codec) -> np.ndarray:
 def _rounded(z: np.ndarray, codec: Codec) -> np.ndarray:
     """Return Q(z): the nearest value of the format, ties to even."""
     z = z.clip(-codec.qmax, codec.qmax)
-    return np.rint(z) if codec.format == "int8" else z.astype(np.float32).astype(_FORMATS[codec.format]).astype(float)
+    return np.rint(z) if codec.format in INTEGERS else z.astype(np.float32).astype(_FORMATS[codec.format]).astype(float)
 
 
 def _mean_square_error(limit: np.ndarray, scale: np.ndarray, codec: Codec) -> np.ndarray:

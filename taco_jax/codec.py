@@ -15,6 +15,8 @@ from taco_jax.scales import alpha_for
 
 NEUTRAL = 1.0
 """The alpha of a codec whose scales travel with the message."""
+Key = jax.Array
+"""A key of `jax.random`, either kind."""
 
 
 def encode(
@@ -24,6 +26,7 @@ def encode(
     *,
     observe: bool = False,
     channels: int = 1,
+    key: Key | None = None,
     implementation: str | None = None,
 ) -> tuple[UInt8[Array, "*rows m"], Float[Array, "5"] | None]:
     """Encode values into one message.
@@ -35,13 +38,17 @@ def encode(
         observe: whether to return f32[5] (sum of squares, 0, saturated, non-finite, squared error) of alpha x.
         channels: distance of a block's neighbours in a row; above 1 for `layout="tokens"`, where a row holds one token
             of so many values after another and C is a multiple of block * channels.
+        key: of `jax.random`, for `rounding="stochastic"` and nothing else; equal keys give equal bytes.
         implementation: see `pallas.registry.resolve`.
 
     Returns:
         message u8[..., M] and the observation or None.
+
+    Raises:
+        ValueError: for a key that is missing or of no use.
     """
     module = registry.resolve(implementation, codec, x.dtype)
-    return module.encode(x, codec, alpha, observe=observe, channels=channels)
+    return module.encode(x, codec, alpha, observe=observe, channels=channels, **_random(codec, key))
 
 
 def decode(
@@ -80,6 +87,7 @@ def reduce(
     dtype: DTypeLike,
     *,
     observe: bool = False,
+    key: Key | None = None,
     implementation: str | None = None,
 ) -> tuple[UInt8[Array, "*rows m"], Float[Array, "5"] | None]:
     """Add messages u8[n, ..., M] in the transformed domain and encode the sum.
@@ -90,16 +98,18 @@ def reduce(
         alphas: f32[2], of the messages and of the result.
         dtype: type of the values the caller sends; picks the implementation.
         observe: whether to return the observation of alphas[1] * sum.
+        key: as for `encode`.
         implementation: see `pallas.registry.resolve`.
 
     Returns:
         message u8[..., M] and the observation or None.
     """
-    return registry.resolve(implementation, codec, dtype).reduce(messages, codec, alphas, observe=observe)
+    module = registry.resolve(implementation, codec, dtype)
+    return module.reduce(messages, codec, alphas, observe=observe, **_random(codec, key))
 
 
 def round_trip(
-    x: Float[Array, "*shape"], codec: Codec, alpha: float | jax.Array | None = None
+    x: Float[Array, "*shape"], codec: Codec, alpha: float | jax.Array | None = None, *, key: Key | None = None
 ) -> Float[Array, "*shape"]:
     """Return decode(encode(x)), of the shape and dtype of `x`; blocks run as `codec.layout` says.
 
@@ -107,6 +117,7 @@ def round_trip(
         x: any shape, floating point.
         codec: format of the message.
         alpha: scale of an adaptive codec; None takes the power of two that `taco_jax.scales` would settle on for `x`.
+        key: of `jax.random`, for stochastic rounding.
     """
     channels = codec.channels(x.shape)
     columns = wire.padded_columns(x.size, 1, codec, channels)
@@ -114,7 +125,7 @@ def round_trip(
     if alpha is None:
         alpha = alpha_for(x) if codec.scale == "adaptive" else NEUTRAL
     alpha = jnp.asarray(alpha, jnp.float32)
-    message, _ = encode(flat, codec, alpha, channels=channels)
+    message, _ = encode(flat, codec, alpha, channels=channels, key=key)
     return decode(message, codec, alpha, x.dtype, channels=channels)[: x.size].reshape(x.shape)
 
 
@@ -122,3 +133,11 @@ def snr_db(x: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Float[Array,
     """Return 10 log10(sum x^2 / sum (x - y)^2), the signal-to-noise ratio of `y` as a copy of `x`, in dB."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return 10.0 * jnp.log10(jnp.sum(jnp.square(x)) / jnp.sum(jnp.square(x - y)))
+
+
+def _random(codec: Codec, key: Key | None) -> dict[str, Key]:
+    """Return the argument of an implementation that rounds stochastically."""
+    if (codec.rounding == "stochastic") != (key is not None):
+        given = "none is given" if key is None else "one is given, which nothing would use"
+        raise ValueError(f"rounding={codec.rounding!r}: a key of jax.random is for stochastic rounding; {given}")
+    return {} if key is None else {"key": key}

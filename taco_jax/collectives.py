@@ -1,17 +1,9 @@
 """The differentiable collectives: shaped like `jax.lax`, compressed in each direction by a codec of its own.
 
-How a call is differentiated. The payload is computed on `stop_gradient(x)` and named, so that `jax.checkpoint` with
-`save_payloads()` keeps the uint8 message instead of the result and repeats no collective; `_attach` then ties the
-decoded result to x with a rule of its own, so no cotangent ever passes through an 8-bit array. The observation of the
-message leaves as the cotangent of the scales' probe.
-
-Under `check_vma=True` the result of `psum` is invariant and its transpose is a cast, as for `lax.psum`; the backward
-all-reduce then stands in `pvary`. Under `check_vma=False` JAX's convention is that psum transposes to psum: so does
-ours, and `pvary` is the identity both ways there, like `lax.pvary`.
+How they are differentiated stands in `taco_jax.differentiation`.
 """
 
-import functools
-from dataclasses import dataclass
+import itertools
 from typing import Any
 
 import jax
@@ -21,12 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from taco_jax import compat
 from taco_jax.config import Compression, as_compression
-from taco_jax.operations import AllGather, AllReduce, AllToAll, Operation, Payload, Permute, ReduceScatter
-from taco_jax.scales import BACKWARD, DIRECTIONS, FORWARD, HOPS, SLOTS, SitePair, init_scales
+from taco_jax.differentiation import PAYLOAD_NAME, STATS_NAME, Call, Scales, differentiable, enter, pair
+from taco_jax.operations import AllGather, AllReduce, AllToAll, Permute, ReduceScatter
 
-PAYLOAD_NAME, STATS_NAME = "taco_payload", "taco_stats"
 Axes = str | tuple[str, ...]
-Scales = jax.Array | SitePair | None
 
 
 def save_payloads():
@@ -40,6 +30,7 @@ def psum(
     *,
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
+    key: jax.Array | None = None,
     split_dim: int | None = None,
     residual: Any = None,
     name: str | None = None,
@@ -56,6 +47,8 @@ def psum(
         compression: a preset name, a `Compression`, or None (exact).
         scales: state of the site, f32[2, 2, 5] from `init_scales`, or a `SitePair`; required by adaptive codecs. With
             other codecs it only collects observations.
+        key: of `jax.random`, equal on all ranks, for codecs with `rounding="stochastic"` and nothing else: each rank,
+            hop, direction and leaf has bits of its own. Equal keys give equal bits, so pass another each step.
         split_dim: split this axis over the ranks and merge none, instead of flattening. Under partial-manual
             `shard_map` XLA gathers the axes it partitions itself around any all-to-all; make them manual instead.
         residual: pytree like `x` (shape and dtype of each leaf), equal on all ranks, that is added to the sum where the
@@ -67,12 +60,15 @@ def psum(
         A pytree like `x`, invariant over `axis_name`.
 
     Raises:
-        ValueError: for float64, an adaptive codec without scales, scales that vary over `axis_name`, or an array that
-            varies over some of the axes only, and a residual of another shape or dtype, or that varies over the axes.
+        ValueError: for float64, an adaptive codec without scales, scales that vary over `axis_name`, a key that is
+            missing or of no use, an array that varies over some of the axes only, and a residual of another shape or
+            dtype, or that varies over the axes.
         NotImplementedError: for `axis_index_groups`.
     """
     more = () if residual is None else (residual,)
-    return _map(_psum, "psum", x, axis_name, compression, scales, name, axis_index_groups, *more, split_dim=split_dim)
+    return _map(
+        _psum, "psum", x, axis_name, compression, scales, key, name, axis_index_groups, *more, split_dim=split_dim
+    )
 
 
 def pmean(x: Any, axis_name: Axes, **options) -> Any:
@@ -87,15 +83,16 @@ def pvary(
     *,
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
+    key: jax.Array | None = None,
     split_dim: int | None = None,
     name: str | None = None,
 ) -> Any:
     """Return `x` itself, marked as varying over `axis_name`; its cotangents are summed with compressed messages.
 
-    Megatron's f, the entry of a column-parallel layer; under `check_vma=False` the identity both ways (see the module's
-    text). Args and Raises as for `psum`; `compression.backward` is what counts.
+    Megatron's f, the entry of a column-parallel layer; under `check_vma=False` the identity both ways (see
+    `taco_jax.differentiation`). Args and Raises as for `psum`; `compression.backward` is what counts.
     """
-    return _map(_pvary, "pvary", x, axis_name, compression, scales, name, None, split_dim=split_dim)
+    return _map(_pvary, "pvary", x, axis_name, compression, scales, key, name, None, split_dim=split_dim)
 
 
 def psum_scatter(
@@ -106,6 +103,7 @@ def psum_scatter(
     tiled: bool = False,
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
+    key: jax.Array | None = None,
     name: str | None = None,
     axis_index_groups: None = None,
 ) -> Any:
@@ -119,6 +117,7 @@ def psum_scatter(
         tiled: keep the split axis (True) or drop it (False).
         compression: as for `psum`.
         scales: as for `psum`.
+        key: as for `psum`.
         name: as for `psum`.
         axis_index_groups: as for `psum`.
 
@@ -126,7 +125,7 @@ def psum_scatter(
         ValueError, NotImplementedError: as for `psum`, and for a `scatter_dimension` that does not divide.
     """
     return _map(
-        _one_hop, "psum_scatter", x, axis_name, compression, scales, name, axis_index_groups,
+        _one_hop, "psum_scatter", x, axis_name, compression, scales, key, name, axis_index_groups,
         kind=ReduceScatter, axis=scatter_dimension, tiled=tiled,
     )  # fmt: skip
 
@@ -140,6 +139,7 @@ def all_gather(
     to: str = "varying",
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
+    key: jax.Array | None = None,
     name: str | None = None,
     axis_index_groups: None = None,
 ) -> Any:
@@ -154,6 +154,7 @@ def all_gather(
             rank's slice without communication.
         compression: as for `psum`.
         scales: as for `psum`.
+        key: as for `psum`.
         name: as for `psum`.
         axis_index_groups: as for `psum`.
 
@@ -163,7 +164,7 @@ def all_gather(
     if to not in ("varying", "invarying"):
         raise ValueError(f"to must be 'varying' or 'invarying', got {to!r}")
     return _map(
-        _one_hop, "all_gather", x, axis_name, compression, scales, name, axis_index_groups,
+        _one_hop, "all_gather", x, axis_name, compression, scales, key, name, axis_index_groups,
         kind=AllGather, axis=axis, tiled=tiled, invariant=to == "invarying",
     )  # fmt: skip
 
@@ -177,6 +178,7 @@ def all_to_all(
     tiled: bool = False,
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
+    key: jax.Array | None = None,
     name: str | None = None,
     axis_index_groups: None = None,
 ) -> Any:
@@ -185,7 +187,7 @@ def all_to_all(
     Args and Raises as for `psum`; `split_axis` must be a multiple of the group's size (equal to it unless `tiled`).
     """
     return _map(
-        _one_hop, "all_to_all", x, axis_name, compression, scales, name, axis_index_groups,
+        _one_hop, "all_to_all", x, axis_name, compression, scales, key, name, axis_index_groups,
         kind=AllToAll, axis=split_axis, concat_axis=concat_axis, tiled=tiled,
     )  # fmt: skip
 
@@ -197,6 +199,7 @@ def ppermute(
     perm: Any,
     compression: Compression | str | None = "taco_block",
     scales: Scales = None,
+    key: jax.Array | None = None,
     name: str | None = None,
 ) -> Any:
     """Send `x` along (source, destination) pairs, as `jax.lax.ppermute`; backward is the inverse permutation.
@@ -204,24 +207,10 @@ def ppermute(
     Args and Raises as for `psum`.
     """
     perm = tuple((int(a), int(b)) for a, b in perm)
-    return _map(_one_hop, "ppermute", x, axis_name, compression, scales, name, None, kind=Permute, perm=perm)
+    return _map(_one_hop, "ppermute", x, axis_name, compression, scales, key, name, None, kind=Permute, perm=perm)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The static part of one call: the operation of each direction and what labels it."""
-
-    forward: Operation
-    backward: Operation | None
-    op: str
-    site: str
-    observe: bool
-
-    def scope(self, direction: str):
-        return jax.named_scope(f"taco.{self.op}.{self.site}.{direction}")
-
-
-def _map(one, op: str, x, axis_name, compression, scales, name, axis_index_groups, *more, **options):
+def _map(one, op: str, x, axis_name, compression, scales, key, name, axis_index_groups, *more, **options):
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     compression = as_compression(compression)
     site = name or "unnamed"
@@ -234,14 +223,20 @@ def _map(one, op: str, x, axis_name, compression, scales, name, axis_index_group
             f"{op} {site!r}: an adaptive codec needs scales=init_scales({{{site!r}: compression}})[{site!r}], "
             'or use a stateless preset such as "taco_block"'
         )
+    if compression.is_stochastic != (key is not None):
+        wanted = "needs key=, of jax.random" if key is None else "has no use for key="
+        kind = "a codec that rounds stochastically" if key is None else "a compression that rounds to nearest"
+        raise ValueError(f"{op} {site!r}: {kind} {wanted}")
+    index = itertools.count()
 
     def one_leaf(leaf, *others):
-        return one(op, site, jnp.asarray(leaf), axes, compression, scales, *others, **options)
+        own = None if key is None else jax.random.fold_in(key, next(index))
+        return one(op, site, jnp.asarray(leaf), axes, compression, scales, own, *others, **options)
 
     return jax.tree.map(one_leaf, x, *more)
 
 
-def _psum(op, site, x, axes, compression, scales, residual=None, *, split_dim):
+def _psum(op, site, x, axes, compression, scales, key, residual=None, *, split_dim):
     if residual is not None:
         residual = jnp.asarray(residual)
         if (residual.shape, residual.dtype) != (x.shape, x.dtype):
@@ -258,10 +253,11 @@ def _psum(op, site, x, axes, compression, scales, residual=None, *, split_dim):
     options = _options(x, axes, compression, split_dim=split_dim)
     forward = AllReduce(codec=compression.forward, **options)
     backward = None if compat.is_checked(axes) else AllReduce(codec=compression.backward, **options)
-    return _differentiable(_Call(forward, backward, op, site, scales is not None), x, scales, residual)
+    call = Call(forward, backward, op, site, scales is not None)
+    return differentiable(call, x, scales, key, residual)
 
 
-def _pvary(op, site, x, axes, compression, scales, *, split_dim):
+def _pvary(op, site, x, axes, compression, scales, key, *, split_dim):
     if not compat.is_checked(axes):
         return x
     varying = sorted(compat.varying_axes(x) & set(axes))
@@ -270,11 +266,11 @@ def _pvary(op, site, x, axes, compression, scales, *, split_dim):
     exact = _is_exact(x, axes, compression)
     options = _options(x, axes, compression, split_dim=split_dim)
     operation = AllReduce(codec=None if exact else compression.backward, **options)
-    call = _Call(operation, operation, op, site, scales is not None)
-    return _enter(call, x, *_pair(call, x, scales))
+    call = Call(operation, operation, op, site, scales is not None)
+    return enter(call, x, *pair(call, x, scales), key)
 
 
-def _one_hop(op, site, x, axes, compression, scales, *, kind, axis=0, concat_axis=0, perm=(), **options):
+def _one_hop(op, site, x, axes, compression, scales, key, *, kind, axis=0, concat_axis=0, perm=(), **options):
     _varies(x, axes, op, site)
     x = compat.vary(x, axes)
     if kind is AllGather:
@@ -289,7 +285,7 @@ def _one_hop(op, site, x, axes, compression, scales, *, kind, axis=0, concat_axi
     )
     slices = operation.invariant and compat.is_checked(axes)
     backward = None if slices else operation.transposed(None if exact else compression.backward)
-    return _differentiable(_Call(operation, backward, op, site, scales is not None), x, scales)
+    return differentiable(Call(operation, backward, op, site, scales is not None), x, scales, key)
 
 
 def _options(x: jax.Array, axes: tuple[str, ...], compression: Compression, **more) -> dict[str, Any]:
@@ -331,87 +327,3 @@ def _check_split(op: str, site: str, shape: tuple[int, ...], axis: int, ranks: i
     if size % ranks if tiled else size != ranks:
         wanted = f"a multiple of {ranks}" if tiled else f"{ranks} (or pass tiled=True)"
         raise ValueError(f"{op} {site!r}: axis {axis} of shape {shape} must be {wanted}, the size of the group")
-
-
-def _pair(call: _Call, x: jax.Array, scales: Scales) -> tuple[jax.Array, jax.Array | None]:
-    """Return (state, probe); without scales alpha is 1 and there is no probe."""
-    if scales is None:
-        return init_scales({"": "taco"})[""], None
-    if isinstance(scales, SitePair):
-        state, probe = scales
-    else:
-        state = lax.stop_gradient(scales)
-        probe = compat.vary(scales, compat.varying_axes(x) | set(call.forward.axes))
-    if state.shape != (DIRECTIONS, HOPS, SLOTS):
-        wanted = f"scales of one call have shape {(DIRECTIONS, HOPS, SLOTS)}, got {state.shape}"
-        raise ValueError(f"{call.op} {call.site!r}: {wanted}; index the axes of `stack` (or scan over them) first")
-    shared = sorted(compat.varying_axes(state) & set(call.forward.axes))
-    if shared:
-        raise ValueError(
-            f"{call.op} {call.site!r}: scales vary over {shared}; all ranks of the group must hold the same"
-        )
-    return state, probe
-
-
-def _differentiable(call: _Call, x: jax.Array, scales: Scales, residual: jax.Array | None = None) -> jax.Array:
-    state, probe = _pair(call, x, scales)
-    with call.scope("forward"):
-        payload, seen = call.forward.send(lax.stop_gradient(x), state[FORWARD], call.observe)
-        payload = jax.tree.map(lambda p: checkpoint_name(lax.stop_gradient(p), PAYLOAD_NAME), payload)
-        seen = checkpoint_name(lax.stop_gradient(seen), STATS_NAME)
-    return _attach(call, x, probe, state, payload, seen, residual)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attach(call: _Call, x, probe, state, payload: Payload, seen, residual):
-    """Return the decoded payload plus the residual; the cotangent goes to `x`, the observation to `probe`."""
-    with call.scope("forward"):
-        return call.forward.receive(payload, state[FORWARD], residual)
-
-
-def _attach_forward(call, x, probe, state, payload, seen, residual):
-    # An empty tuple, unlike a bool, stays known while tracing.
-    kept = probe, state, seen, None if residual is None else ()
-    return _attach(call, x, probe, state, payload, seen, residual), kept
-
-
-def _attach_backward(call, kept, ct):
-    probe, state, seen, residual = kept
-    axes, ct_residual = call.forward.axes, None if residual is None else ct
-    with call.scope("backward"):
-        if call.backward is not None:
-            ct, seen_back = call.backward.run(compat.vary(ct, axes), state[BACKWARD], call.observe)
-        else:
-            ct = compat.vary(call.forward.own_part(ct), axes)
-            seen_back = jnp.zeros_like(seen)
-    return ct, _probe_cotangent(probe, seen, seen_back), None, None, None, ct_residual
-
-
-_attach.defvjp(_attach_forward, _attach_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _enter(call: _Call, x, state, probe):
-    return compat.vary(x, call.forward.axes)
-
-
-def _enter_forward(call, x, state, probe):
-    return _enter(call, x, state, probe), (state, probe)
-
-
-def _enter_backward(call, residuals, ct):
-    state, probe = residuals
-    with call.scope("backward"):
-        ct, seen = call.backward.run(ct, state[BACKWARD], call.observe)
-    return ct, None, _probe_cotangent(probe, jnp.zeros_like(seen), seen)
-
-
-_enter.defvjp(_enter_forward, _enter_backward)
-
-
-def _probe_cotangent(probe, seen: jax.Array, seen_back: jax.Array):
-    if probe is None:
-        return None
-    seen = jnp.stack([seen, seen_back])
-    assert seen.shape == probe.shape and seen.shape[-1] == SLOTS, (seen.shape, probe.shape)
-    return compat.vary(seen, compat.varying_axes(probe))

@@ -3,10 +3,20 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Format = Literal["e4m3", "e5m2", "int8", "bf16"]
+Format = Literal["e4m3", "e5m2", "e3m4", "int8", "int6", "int4", "bf16"]
 
-QMAX: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "bf16": (2.0 - 2.0**-7) * 2.0**127}
+QMAX: dict[str, float] = {
+    "e4m3": 448.0,
+    "e5m2": 57344.0,
+    "e3m4": 15.5,
+    "int8": 127.0,
+    "int6": 31.0,
+    "int4": 7.0,
+    "bf16": (2.0 - 2.0**-7) * 2.0**127,
+}
 """Largest finite magnitude of each format."""
+INTEGERS = ("int8", "int6", "int4")
+_BITS = {"int6": 6, "int4": 4, "bf16": 16}
 
 BLOCKS = (32, 64, 128, 256, 512)
 
@@ -18,12 +28,14 @@ def _one_of(name: str, value: object, allowed: tuple) -> None:
 
 @dataclass(frozen=True)
 class Codec:
-    """One number format on the wire: values of a block share a scale, one byte a value (two of bf16).
+    """One number format on the wire: values of a block share a scale; a value takes 4, 6, 8 or (bf16) 16 bits.
 
-    decode(encode(x)) = R^T (s q), q = cast(clamp(R x / s)), R = Hadamard / sqrt(block) or the identity.
+    decode(encode(x)) = R^T (s q), q = cast(clamp(R x / s)), R = Hadamard D / sqrt(block) or the identity, D = diagonal
+    of `signs` or the identity.
 
     Attributes:
-        format: element type, `e4m3` (float8_e4m3fn), `e5m2` (float8_e5m2) or `int8`; `bf16` rounds and no more: what
+        format: element type, `e4m3` (float8_e4m3fn), `e5m2` (float8_e5m2), `e3m4` (float8_e3m4), `int8`, or `int6` and
+            `int4`, packed without gaps; integers are symmetric, -qmax to qmax. `bf16` rounds and no more: what
             compression is measured against, on the same way.
         block: number of neighbouring values that share a scale and a transform, a power of two from 32 to 512.
         hadamard: `"block"` rotates each block by the orthonormal Hadamard matrix; None leaves it.
@@ -37,6 +49,10 @@ class Codec:
             values that as many consecutive tokens have in one channel (the last axis is the channel, all others number
             the tokens), for tensors whose channels differ more than their tokens. Tokens are padded to whole blocks
             for each rank.
+        rounding: `"nearest"`, ties to even; `"stochastic"`: up with the probability of the remainder, so that the
+            decoded value is x on average; calls then take a `key` of `jax.random`, and equal keys give equal bytes.
+        signs: seed of random signs that the values of each block are multiplied by before the transform (and after
+            its inverse): no regular input, such as a constant, then meets a row of the matrix. None leaves them out.
 
     Raises:
         ValueError: for a combination that has no meaning, naming the values that do.
@@ -48,6 +64,8 @@ class Codec:
     scale: Literal["block", "adaptive", "paper", "none"] = "block"
     scale_dtype: Literal["bf16", "e8m0"] = "bf16"
     layout: Literal["hidden", "tokens"] = "hidden"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    signs: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("format", self.format, tuple(QMAX))
@@ -61,16 +79,31 @@ class Codec:
                 'format="bf16" and scale="none" belong together, without Hadamard: use the preset "bf16"; got '
                 f"{self.format!r}, scale={self.scale!r}, hadamard={self.hadamard!r}"
             )
-        if self.format == "int8" and self.scale == "adaptive":
-            raise ValueError('int8 needs scale="block": one scale per tensor leaves 17 to 35 dB; use the preset "int8"')
-        if self.format == "int8" and self.scale_dtype == "e8m0":
-            raise ValueError('int8 needs scale_dtype="bf16": a power-of-two scale wastes up to one of its seven bits')
+        if self.format in INTEGERS and self.scale == "adaptive":
+            loss = "leaves 17 to 35 dB" if self.format == "int8" else "loses most of the values"
+            raise ValueError(
+                f'{self.format} needs scale="block": one scale per tensor {loss}; use the preset "{self.format}"'
+            )
+        if self.format == "e3m4" and self.scale == "adaptive":
+            raise ValueError('e3m4 needs scale="block": its range of ten octaves has no room for a scale that follows')
+        if self.format in INTEGERS and self.scale_dtype == "e8m0":
+            raise ValueError(
+                f'{self.format} needs scale_dtype="bf16": a power-of-two scale wastes up to one of its few bits'
+            )
         if self.layout == "tokens" and self.scale == "paper":
             raise ValueError('layout="tokens" needs scale="adaptive" or "block"; "paper" is as published')
         if self.scale == "paper" and (self.format, self.hadamard, self.scale_dtype) != ("e4m3", "block", "bf16"):
             raise ValueError(
                 'scale="paper" is the published codec, format="e4m3", hadamard="block", its factors in f32 (leave '
                 f"scale_dtype out); got {self.format!r}, {self.hadamard!r}, scale_dtype={self.scale_dtype!r}"
+            )
+        _one_of("rounding", self.rounding, ("nearest", "stochastic"))
+        if self.rounding == "stochastic" and self.scale in ("paper", "none"):
+            raise ValueError(f'rounding="stochastic" needs scale="adaptive" or "block", got {self.scale!r}')
+        if self.signs is not None and (not self.hadamard or self.scale == "paper" or self.signs < 0):
+            raise ValueError(
+                f'signs={self.signs!r} is a seed of 0 or more for hadamard="block" with scale="adaptive" or "block"; '
+                "without a transform signs change nothing"
             )
 
     @property
@@ -90,9 +123,9 @@ class Codec:
         return {"adaptive": 0, "paper": 8, "none": 0}[self.scale]
 
     @property
-    def value_bytes(self) -> int:
-        """Bytes that a value takes in the payload."""
-        return 2 if self.format == "bf16" else 1
+    def value_bits(self) -> int:
+        """Bits that a value takes in the payload."""
+        return _BITS.get(self.format, 8)
 
 
 _TACO = Codec("e4m3", hadamard="block", scale="adaptive")
@@ -102,6 +135,8 @@ _PRESETS: dict[str, Codec | None] = {
     "paper": Codec("e4m3", 256, "block", "paper"),
     "fp8": Codec("e4m3"),
     "int8": Codec("int8", hadamard="block"),
+    "int6": Codec("int6", hadamard="block"),
+    "int4": Codec("int4", hadamard="block"),
     "bf16": Codec("bf16", scale="none"),
     "none": None,
 }
@@ -152,12 +187,17 @@ class Compression:
     def compressed_directions(self) -> tuple[str, ...]:
         """Directions whose messages take fewer than the two bytes of bf16 per value."""
         codecs = {"forward": self.forward, "backward": self.backward}
-        return tuple(way for way, codec in codecs.items() if codec is not None and codec.value_bytes == 1)
+        return tuple(way for way, codec in codecs.items() if codec is not None and codec.value_bits < 16)
 
     @property
     def is_scaled(self) -> bool:
         """Whether a direction has a codec with scales, whose messages are worth an observation."""
         return any(c is not None and c.scale != "none" for c in (self.forward, self.backward))
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether a direction rounds stochastically and calls need a key."""
+        return any(c is not None and c.rounding == "stochastic" for c in (self.forward, self.backward))
 
     @property
     def is_adaptive(self) -> bool:

@@ -36,3 +36,8 @@ def matrix(size: int) -> np.ndarray:
     while h.shape[0] < size:
         h = np.block([[h, h], [h, -h]])
     return h
+
+
+def signs(size: int, seed: int) -> np.ndarray:
+    """Return the random signs of a seed, float32[size] of +1 and -1."""
+    return np.random.default_rng(seed).choice(np.asarray([-1.0, 1.0], np.float32), size)

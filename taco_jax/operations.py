@@ -19,6 +19,7 @@ from taco_jax.layout import Layout, layout_for
 from taco_jax.scales import ALPHA, COUNT, HOPS, SLOTS
 
 Payload = tuple[jax.Array, ...]
+Keys = tuple[jax.Array | None, jax.Array | None]
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,20 @@ class Operation:
         """Distance of a block's neighbours in a row."""
         return self._options[0].channels(self.shape)
 
-    def send(self, x: jax.Array, state: jax.Array, observe: bool) -> tuple[Payload, jax.Array]:
-        """Return the payload this rank ends up with, and the observation; `state` is f32[2, 5] (hop, slot)."""
+    def send(
+        self, x: jax.Array, state: jax.Array, observe: bool, key: jax.Array | None = None
+    ) -> tuple[Payload, jax.Array]:
+        """Return the payload this rank ends up with, and the observation.
+
+        `state` is f32[2, 5] (hop, slot); a key of stochastic rounding is the same on all ranks.
+        """
         if self.codec is None:
             zeros = jnp.zeros((HOPS, SLOTS), jnp.float32)
             return (self._exact(x),), compat.vary(zeros, compat.varying_axes(x))
         rows = self._rows(x)
-        pieces = [self._send(rows[..., piece], state, observe) for piece in self.layout.pieces(self.chunks)]
+        places = self.layout.pieces(self.chunks)
+        keys = self._keys(key, len(places), x)
+        pieces = [self._send(rows[..., place], state, observe, k) for place, k in zip(places, keys, strict=True)]
         payload, first, second = zip(*pieces, strict=True)
         counts = (math.prod(self.shape), math.prod(self.shape) / self.ranks)
         seen = [_total(hop, count) for hop, count in zip((first, second), counts, strict=True)]
@@ -80,9 +88,11 @@ class Operation:
         decoded = [self._decode(p, state, r) for p, r in zip(payload, more, strict=True)]
         return self._join(jnp.concatenate(decoded, axis=-1))
 
-    def run(self, x: jax.Array, state: jax.Array, observe: bool) -> tuple[jax.Array, jax.Array]:
+    def run(
+        self, x: jax.Array, state: jax.Array, observe: bool, key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Return result and observation at once, where nothing is kept."""
-        payload, seen = self.send(x, state, observe)
+        payload, seen = self.send(x, state, observe, key)
         return self.receive(payload, state), seen
 
     def own_part(self, ct: jax.Array) -> jax.Array:
@@ -93,6 +103,14 @@ class Operation:
     def _options(self) -> tuple[Codec, dict[str, str | None]]:
         assert self.codec is not None
         return self.codec, {"implementation": self.implementation}
+
+    def _keys(self, key: jax.Array | None, chunks: int, x: jax.Array) -> list[Keys]:
+        """Return the keys of each chunk's hops, this rank's own."""
+        if key is None or self._options[0].rounding == "nearest":
+            return [(None, None)] * chunks
+        own = jax.random.fold_in(compat.vary(key, compat.varying_axes(x)), lax.axis_index(self.axes))
+        hops = jax.random.split(own, (chunks, HOPS))
+        return [(hop[0], hop[1]) for hop in hops]
 
     def _exact(self, x: jax.Array) -> jax.Array:
         raise NotImplementedError
@@ -107,10 +125,12 @@ class Operation:
     def _join(self, rows: jax.Array) -> jax.Array:
         raise NotImplementedError
 
-    def _send(self, rows: jax.Array, state: jax.Array, observe: bool):
+    def _send(self, rows: jax.Array, state: jax.Array, observe: bool, keys: Keys):
         """Return (payload, observation of hop 1, of hop 2) of one chunk."""
         codec, options = self._options
-        message, seen = codecs.encode(rows, codec, state[0, ALPHA], observe=observe, channels=self.channels, **options)
+        message, seen = codecs.encode(
+            rows, codec, state[0, ALPHA], observe=observe, channels=self.channels, key=keys[0], **options
+        )
         return self._exchange(message), seen, None
 
     def _decode(self, message: jax.Array, state: jax.Array, residual: jax.Array | None) -> jax.Array:
@@ -139,10 +159,12 @@ class AllReduce(Operation):
     def _rows(self, x):
         return self.layout.cut(x)
 
-    def _send(self, rows, state, observe):
+    def _send(self, rows, state, observe, keys):
         codec, options = self._options
-        message, seen, _ = super()._send(rows, state, observe)
-        message, seen_sum = codecs.reduce(message, codec, state[:, ALPHA], rows.dtype, observe=observe, **options)
+        message, seen, _ = super()._send(rows, state, observe, keys)
+        message, seen_sum = codecs.reduce(
+            message, codec, state[:, ALPHA], rows.dtype, observe=observe, key=keys[1], **options
+        )
         return lax.all_gather(message, self.axes, to="invarying"), seen, seen_sum
 
     def _decode(self, message, state, residual):

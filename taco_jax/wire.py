@@ -11,9 +11,14 @@ import jax.numpy as jnp
 from taco_jax.config import Codec
 
 
+def payload_size(columns: int, codec: Codec) -> int:
+    """Return the bytes that `columns` values (a multiple of the block) take without their scales."""
+    return columns * codec.value_bits // 8
+
+
 def message_size(columns: int, codec: Codec) -> int:
     """Return the bytes of a row of `columns` values (a multiple of the block)."""
-    return columns * codec.value_bytes + columns // codec.block * codec.scale_bytes
+    return payload_size(columns, codec) + columns // codec.block * codec.scale_bytes
 
 
 def message_columns(size: int, codec: Codec) -> int:
@@ -22,7 +27,7 @@ def message_columns(size: int, codec: Codec) -> int:
 
 
 def pack(payload: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Join payload u8[..., C] and scale bytes u8[..., C / block * scale_bytes] into one message."""
+    """Join payload u8[..., P] and scale bytes u8[..., C / block * scale_bytes] into one message."""
     return payload if scales is None else jnp.concatenate([payload, scales], axis=-1)
 
 
@@ -30,8 +35,8 @@ def unpack(message: jax.Array, codec: Codec) -> tuple[jax.Array, jax.Array | Non
     """Split a message u8[..., M] into payload and scale bytes; inverse of `pack`."""
     if not codec.scale_bytes:
         return message, None
-    columns = message_columns(message.shape[-1], codec)
-    return message[..., :columns], message[..., columns:]
+    size = payload_size(message_columns(message.shape[-1], codec), codec)
+    return message[..., :size], message[..., size:]
 
 
 def padded_columns(size: int, axis_size: int, codec: Codec, channels: int = 1) -> int:

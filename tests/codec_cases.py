@@ -16,6 +16,8 @@ FP8 = Codec("e4m3")
 E8M0 = Codec("e4m3", scale_dtype="e8m0")
 TACO_BLOCK = Codec("e4m3", 128, "block")
 INT8 = Codec("int8", 128, "block")
+INT6 = Codec("int6", 128, "block")
+INT4 = Codec("int4", 128, "block")
 PAPER = Codec("e4m3", 256, "block", "paper")
 TACO = Codec("e4m3", 128, "block", "adaptive")
 BF16 = Codec("bf16", scale="none")
@@ -27,6 +29,9 @@ STATELESS = {
     "e5m2": Codec("e5m2", 256, "block"),
     "int8": INT8,
     "int8-plain": Codec("int8", 128),
+    "int6": INT6,
+    "int4-32": Codec("int4", 32, "block"),
+    "e3m4": Codec("e3m4"),
     "paper": PAPER,
 }
 ALL = {**STATELESS, "taco": TACO, "adaptive": ADAPTIVE}
@@ -39,6 +44,8 @@ a_few_codecs = pytest.mark.parametrize("codec", FEW.values(), ids=FEW)
 RANKS, COLUMNS = 4, 512
 """One shape for most tests: another shape is another compilation."""
 ONE, ONES = jnp.float32(1.0), jnp.ones(2)
+HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e3m4": 2.0**-5, "int8": 1 / 254, "int6": 1 / 62, "int4": 1 / 14}
+"""Of the format at its maximum, relative to that."""
 ROUNDING = 2.0**-20
 """Float32 arithmetic of a round trip relative to the length of a block, generously."""
 
@@ -72,7 +79,7 @@ def trip(x, codec, alpha=1.0):
 
 def wire_scales(message, codec):
     """The factor of each block, float64[..., blocks], from the bytes behind the payload; as published, s / alpha."""
-    scales = np.ascontiguousarray(np.asarray(message)[..., COLUMNS:])
+    scales = np.ascontiguousarray(np.asarray(message)[..., COLUMNS * codec.value_bits // 8 :])
     if codec.scale == "paper":
         s, alpha = np.split(scales.view("<f4").astype(np.float64), 2, axis=-1)
         return s / alpha

@@ -26,7 +26,7 @@ FACTORS = {
     "dtype": ("bfloat16", "float16", "float32"),
     "columns": (1, 96, 127, 257, 1600, 13696, 50257, 0),
     "policy": ("adaptive", "bf16", "e8m0"),
-    "format": ("e4m3", "e5m2", "int8"),
+    "format": ("e4m3", "e5m2", "int8", "int6", "int4"),
     "block": BLOCKS,
     "hadamard": (None, "block"),
     "ranks": (1, 2, 3, 5),
@@ -71,8 +71,8 @@ class Case:
 
 
 def is_valid(chosen: dict) -> bool:
-    """Whether a full or partial choice of factors has a codec: int8 sends bf16 scales."""
-    return not (chosen.get("format") == "int8" and chosen.get("policy") in ("adaptive", "e8m0"))
+    """Whether a full or partial choice of factors has a codec: integers send bf16 scales."""
+    return not (chosen.get("format", "").startswith("int") and chosen.get("policy") in ("adaptive", "e8m0"))
 
 
 def pairs(chosen: dict) -> set:
@@ -220,8 +220,7 @@ def operand(case: Case, x: np.ndarray, op: str):
 def parse(message, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
     """(q, s) in float64 of a message's bytes."""
     payload, scales = (None if a is None else np.ascontiguousarray(a) for a in wire.unpack(np.asarray(message), codec))
-    dtype = oracles.FLOAT8.get(codec.format, np.int8)
-    q = oracles.blocks(payload.view(dtype).astype(np.float64), codec)
+    q = oracles.blocks(oracles.payload_codes(payload, codec.format, codec.block), codec)
     if scales is None:
         return q, np.full((*q.shape[:-1], 1), 1.0 / float(ALPHAS[0]))
     if codec.scale_dtype == "e8m0":
@@ -334,7 +333,7 @@ def assert_same(got, expected, codec: Codec) -> None:
 
 
 def _unsigned_nan(payload: np.ndarray, codec: Codec) -> np.ndarray:
-    if codec.format == "int8":
+    if codec.format not in oracles.FLOAT8:
         return payload
     codes = np.ascontiguousarray(payload).view(oracles.FLOAT8[codec.format])
     return np.where(np.isnan(codes.astype(np.float32)), NAN, payload)

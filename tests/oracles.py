@@ -10,10 +10,10 @@ import math
 import ml_dtypes
 import numpy as np
 
-QMAX = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
-FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
-LOWEST_EXPONENT = {"e4m3": -6, "e5m2": -14}
+QMAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m4": 15.5, "int8": 127.0, "int6": 31.0, "int4": 7.0}
+FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e3m4": ml_dtypes.float8_e3m4}
+MANTISSA_BITS = {"e4m3": 3, "e5m2": 2, "e3m4": 4}
+LOWEST_EXPONENT = {"e4m3": -6, "e5m2": -14, "e3m4": -2}
 SMALLEST_SCALE = 2.0**-126
 PAPER_TAU, PAPER_EPS, PAPER_ALPHAS = 448.0, 1e-6, (1e-3, 1e3)
 LARGEST_SCALE = {"bf16": float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), "e8m0": 2.0**127}
@@ -27,7 +27,7 @@ def hadamard(size: int) -> np.ndarray:
 
 def step(z: np.ndarray, format: str) -> np.ndarray:
     """Distance between neighbours of the format around z."""
-    if format == "int8":
+    if format.startswith("int"):
         return np.ones_like(z)
     _, exponent = np.frexp(z)
     return np.exp2(np.maximum(exponent - 1, LOWEST_EXPONENT[format]) - MANTISSA_BITS[format])
@@ -41,8 +41,37 @@ def to_grid(z: np.ndarray, format: str) -> np.ndarray:
 
 
 def payload_bytes(q: np.ndarray, format: str) -> np.ndarray:
-    """u8 of the same shape as q."""
-    return q.astype(FLOAT8.get(format, np.int8)).view(np.uint8)
+    """u8 of the same shape as q, or u8[..., blocks, block * bits / 8] of packed integers.
+
+    Bit b of the byte i of the piece k (a quarter of the block's size) is bit b of the value i of the quarter k, where
+    that has as many bits; the bits above are those of the quarters that have no piece of their own.
+    """
+    if format not in ("int6", "int4"):
+        return q.astype(FLOAT8.get(format, np.int8)).view(np.uint8)
+    width, pieces = {"int6": (6, 3), "int4": (4, 2)}[format]
+    bits = np.unpackbits(q.astype(np.int8).view(np.uint8)[..., None], axis=-1, bitorder="little")[..., :width]
+    quarters = bits.reshape(*q.shape[:-1], 4, q.shape[-1] // 4, width)
+    own, others = quarters[..., :pieces, :, :], quarters[..., pieces:, :, :]
+    if format == "int6":
+        # The fourth quarter's bits two by two: [..., 1, i, 6] -> [..., 3, i, 2].
+        others = np.moveaxis(others[..., 0, :, :].reshape(*others.shape[:-3], -1, 3, 2), -2, -3)
+    return np.packbits(np.concatenate([own, others], -1), axis=-1, bitorder="little").reshape(*q.shape[:-1], -1)
+
+
+def payload_codes(payload: np.ndarray, format: str, block: int) -> np.ndarray:
+    """The values of the bytes of a row, float64[..., C]; inverse of `payload_bytes`."""
+    if format in FLOAT8:
+        return payload.view(FLOAT8[format]).astype(np.float64)
+    if format == "int8":
+        return payload.view(np.int8).astype(np.float64)
+    width, pieces = {"int6": (6, 3), "int4": (4, 2)}[format]
+    bits = np.unpackbits(payload[..., None], axis=-1, bitorder="little")
+    bits = bits.reshape(*payload.shape[:-1], -1, pieces, block // 4, 8)
+    own, others = bits[..., :width], bits[..., width:]
+    if format == "int6":
+        others = np.moveaxis(others, -3, -2).reshape(*others.shape[:-3], 1, block // 4, 6)
+    code = np.concatenate([own, others], -3) @ (1 << np.arange(width))
+    return (np.where(code >= 1 << (width - 1), code - (1 << width), code)).reshape(*payload.shape[:-1], -1) * 1.0
 
 
 def scale_bytes(s: np.ndarray, scale_dtype: str) -> np.ndarray:
@@ -80,8 +109,20 @@ def rows(y: np.ndarray) -> np.ndarray:
 
 
 def rotate(y: np.ndarray, codec) -> np.ndarray:
-    """The orthonormal transform of each block, which is its own inverse; or nothing."""
-    return y @ hadamard(codec.block) * codec.block**-0.5 if codec.hadamard else y
+    """The orthonormal transform of each block, after its signs; or nothing."""
+    return (y * signs(codec)) @ hadamard(codec.block) * codec.block**-0.5 if codec.hadamard else y
+
+
+def unrotate(y: np.ndarray, codec) -> np.ndarray:
+    """The transposed transform."""
+    return y @ hadamard(codec.block).T * codec.block**-0.5 * signs(codec) if codec.hadamard else y
+
+
+def signs(codec) -> np.ndarray | float:
+    """The diagonal of +1 and -1 of the seed."""
+    if codec.signs is None:
+        return 1.0
+    return np.random.default_rng(codec.signs).choice(np.asarray([-1.0, 1.0], np.float32), codec.block)
 
 
 def paper_factors(y: np.ndarray, codec) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +166,7 @@ def message(x: np.ndarray, codec, alpha: float = 1.0) -> np.ndarray:
 
 def decode(q: np.ndarray, s: np.ndarray, codec) -> np.ndarray:
     """Values [..., C]."""
-    return rows(rotate(q, codec) * s)
+    return rows(unrotate(q, codec) * s)
 
 
 def round_trip(x: np.ndarray, codec, alpha: float = 1.0) -> np.ndarray:

@@ -14,6 +14,8 @@ from codec_cases import (
     ALL,
     COLUMNS,
     FP8,
+    INT4,
+    INT6,
     INT8,
     ONE,
     PAPER,
@@ -48,6 +50,11 @@ round_trip = jax.jit(codecs.round_trip, static_argnums=1)
         (TACO_BLOCK, 31.7),
         (Codec("e5m2", 256, "block"), 25.7),
         (INT8, 43.8),
+        (INT6, 31.6),
+        (INT4, 18.6),
+        (Codec("int4", 32, "block"), 20.3),
+        (Codec("e3m4"), 37.9),
+        (Codec("int6", 128, "block", signs=3), 31.6),
         (PAPER, 31.6),
         (TACO, 31.5),
         (Codec("e4m3", scale="adaptive"), 31.5),
@@ -78,13 +85,16 @@ def test_messages_equal_the_oracles(codec):
     message, _ = encode(x, codec, ONE)
     expected = oracles.message(x, codec)
     chex.assert_equal_shape([message, expected])
-    other = np.zeros((RANKS, COLUMNS // codec.block), bool)
+    other, layout = np.zeros((RANKS, COLUMNS // codec.block), bool), (codec.format, codec.block)
     if codec.scale != "adaptive":
         scales, exact = wire_scales(message, codec), wire_scales(expected, codec)
         other = np.abs(scales - exact) > (ROUNDING * exact if codec.scale == "paper" else 0)
     assert other.sum() <= 1
-    payload = (np.asarray(message) != expected)[:, :COLUMNS]
-    assert np.sum(oracles.blocks(payload, codec)[~other]) <= 1
+    codes, exact_codes = (
+        oracles.blocks(oracles.payload_codes(np.asarray(m)[:, : COLUMNS * codec.value_bits // 8], *layout), codec)
+        for m in (message, expected)
+    )
+    assert np.sum((codes != exact_codes)[~other]) <= 1
     decoded = decode(message, codec, ONE, jnp.float32)
     assert_within_budget(x, decoded, codec)
     assert abs(oracles.snr_db(x, decoded) - oracles.snr_db(x, oracles.round_trip(x, codec))) <= 0.02
@@ -225,7 +235,8 @@ def test_error_does_not_depend_on_the_unit(codec):
         assert all(abs(oracles.snr_db(x, z) - oracles.snr_db(x, y)) <= 0.02 for z in scaled)
     else:
         chex.assert_trees_all_equal(y, *scaled)
-    tiny = np.ldexp(x, -118 if codec.format == "int8" else -119)
+    # e3m4 and the integers have scales closer to the maximum, which must stay above the smallest one.
+    tiny = np.ldexp(x, {"int8": -118, "int6": -116, "int4": -114, "e3m4": -114}.get(codec.format, -119))
     # The octave that the maximum falls into moves e4m3 by up to 0.7 dB, and values under 2^-126 are flushed.
     assert oracles.snr_db(tiny, trip(tiny, codec)) >= oracles.snr_db(x, y) - 0.8
 

@@ -11,7 +11,7 @@ from taco_jax.config import PRESETS, QMAX, Codec, Compression, as_compression
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "e3m4"}, "format must be one of 'e4m3', 'e5m2', 'int8', 'bf16', got 'e3m4'"),
+        ({"format": "int5"}, "'e3m4', 'int8', 'int6', 'int4', 'bf16', got 'int5'"),
         ({"block": 100}, "block must be one of 32, 64, 128, 256, 512, got 100"),
         ({"hadamard": True}, "hadamard must be one of None, 'block', got True"),
         ({"hadamard": "tensor"}, "hadamard must be one of"),
@@ -19,6 +19,16 @@ from taco_jax.config import PRESETS, QMAX, Codec, Compression, as_compression
         ({"scale_dtype": "f32"}, "scale_dtype must be one of 'bf16', 'e8m0', got 'f32'"),
         ({"layout": "rows"}, "layout must be one of 'hidden', 'tokens', got 'rows'"),
         ({"format": "int8", "scale": "adaptive"}, 'int8 needs scale="block"'),
+        ({"format": "int4", "scale": "adaptive"}, 'loses most of the values; use the preset "int4"'),
+        ({"format": "e3m4", "scale": "adaptive"}, 'e3m4 needs scale="block"'),
+        ({"format": "int6", "scale_dtype": "e8m0"}, 'int6 needs scale_dtype="bf16"'),
+        ({"rounding": "up"}, "rounding must be one of 'nearest', 'stochastic'"),
+        (
+            {"scale": "paper", "hadamard": "block", "rounding": "stochastic"},
+            '"adaptive" or "block", got \'paper\'',
+        ),
+        ({"signs": 1}, "without a transform signs change nothing"),
+        ({"signs": -1, "hadamard": "block"}, "signs=-1 is a seed of 0 or more"),
         ({"format": "int8", "scale_dtype": "e8m0"}, 'int8 needs scale_dtype="bf16"'),
         ({"scale": "none"}, 'format="bf16" and scale="none" belong together'),
         ({"format": "bf16"}, 'use the preset "bf16"'),
@@ -46,7 +56,9 @@ def test_compression_refuses_what_has_no_meaning(options, message):
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ValueError, match="'tako'; there are taco, taco_block, paper, fp8, int8, bf16, none"):
+    with pytest.raises(
+        ValueError, match="'tako'; there are taco, taco_block, paper, fp8, int8, int6, int4, bf16, none"
+    ):
         Compression.named("tako")
     with pytest.raises(ValueError, match="'tako'"):
         as_compression("tako")
@@ -54,13 +66,15 @@ def test_an_unknown_preset_names_the_known_ones():
 
 def test_presets_are_what_the_design_says():
     forward = {name: Compression.named(name).forward for name in PRESETS}
-    assert list(forward) == ["taco", "taco_block", "paper", "fp8", "int8", "bf16", "none"]
+    assert list(forward) == ["taco", "taco_block", "paper", "fp8", "int8", "int6", "int4", "bf16", "none"]
     assert forward == {
         "taco": Codec("e4m3", 128, "block", "adaptive"),
         "taco_block": Codec("e4m3", 128, "block", "block"),
         "paper": Codec("e4m3", 256, "block", "paper"),
         "fp8": Codec("e4m3", 128, None, "block"),
         "int8": Codec("int8", 128, "block", "block"),
+        "int6": Codec("int6", 128, "block", "block"),
+        "int4": Codec("int4", 128, "block", "block"),
         "bf16": Codec("bf16", 128, None, "none"),
         "none": None,
     }
@@ -72,7 +86,10 @@ def test_metadata_on_the_wire():
     assert Codec().scale_bytes == 2
     assert Codec(scale_dtype="e8m0").scale_bytes == 1
     assert Codec(hadamard="block", scale="paper").scale_bytes == 8
-    assert QMAX == {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "bf16": float(ml_dtypes.finfo("bfloat16").max)}
+    floats = {name: ml_dtypes.finfo(name) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e3m4", "bfloat16")}
+    maxima = dict(zip(("e4m3", "e5m2", "e3m4", "bf16"), (float(info.max) for info in floats.values()), strict=True))
+    assert QMAX == maxima | {"int8": 127.0, "int6": 31.0, "int4": 7.0}
+    assert [Codec(name).value_bits for name in ("e3m4", "int8", "int6", "int4")] == [8, 8, 6, 4]
 
 
 def test_named_changes_fields_and_keeps_the_rest():

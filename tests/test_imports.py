@@ -13,6 +13,7 @@ LAYERS = [
     {"taco_jax.models"},
     {"taco_jax.sharding"},
     {"taco_jax.collectives"},
+    {"taco_jax.differentiation"},
     {"taco_jax.operations"},
     {"taco_jax.codec"},
     {"taco_jax.layout", "taco_jax.pallas", "taco_jax.scales"},

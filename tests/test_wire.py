@@ -16,6 +16,8 @@ CODECS = {
     "block": Codec("e4m3", 128, "block"),
     "e8m0": Codec("e5m2", 32, scale_dtype="e8m0"),
     "int8": Codec("int8", 64, "block"),
+    "int6": Codec("int6", 64),
+    "int4": Codec("int4", 32),
     "adaptive": Codec("e4m3", 128, "block", "adaptive"),
 }
 
@@ -30,7 +32,7 @@ def test_unpack_is_the_inverse_of_pack(codec):
         message = jnp.arange(np.prod(lead, dtype=int) * message_size(columns, codec)).astype(jnp.uint8)
         message = message.reshape(*lead, message_size(columns, codec))
         payload, scales = unpack(message, codec)
-        assert payload.shape == (*lead, columns)
+        assert payload.shape == (*lead, columns * {"int6": 6, "int4": 4}.get(codec.format, 8) // 8)
         assert (scales is None) == (codec.scale == "adaptive")
         assert scales is None or scales.shape == (*lead, blocks * codec.scale_bytes)
         assert pack(payload, scales).tolist() == message.tolist()
@@ -48,7 +50,7 @@ def test_a_message_is_payload_then_little_endian_scales(codec):
     difference = np.flatnonzero(np.asarray(message) != expected)
     if codec.scale == "block" and not codec.hadamard:
         assert difference.size == 0
-    # Zeros of either sign are the same value.
+    # Zeros of either sign are the same value; a packed byte of zeros has no sign.
     assert all(expected.flat[i] & 0x7F == 0 for i in difference)
 
 
@@ -65,8 +67,9 @@ def test_adaptive_messages_are_exactly_half_of_bf16():
 def test_wire_bytes_count_padding_and_scales(codec, ranks):
     for size in (1, 1000, ranks * codec.block, 4096):
         blocks_per_rank = -(-size // (ranks * codec.block))
-        part = blocks_per_rank * (codec.block + codec.scale_bytes)
-        whole = -(-size // codec.block) * (codec.block + codec.scale_bytes)
+        payload = {"int6": 3 * codec.block // 4, "int4": codec.block // 2}.get(codec.format, codec.block)
+        part = blocks_per_rank * (payload + codec.scale_bytes)
+        whole = -(-size // codec.block) * (payload + codec.scale_bytes)
         assert padded_columns(size, ranks, codec) == blocks_per_rank * codec.block
         expected = {
             "psum": 2 * (ranks - 1) * part,

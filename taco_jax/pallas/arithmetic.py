@@ -6,7 +6,14 @@ from jax import lax
 
 from taco_jax.config import Codec
 
-FORMAT_DTYPE = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "int8": jnp.int8, "bf16": jnp.bfloat16}
+FORMAT_DTYPE = {
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+    "e3m4": jnp.float8_e3m4,
+    "int8": jnp.int8,
+    "bf16": jnp.bfloat16,
+}
+"""Types of one value each; `int6` and `int4` are packed (`taco_jax.pallas.packing`)."""
 BEFORE_ROTATION = 2.0**100
 """Adaptive values are clipped to it: their rotation stays finite, and it is far above every format's maximum."""
 OBSERVED = 2.0**16

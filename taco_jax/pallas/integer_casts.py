@@ -1,4 +1,6 @@
-"""Casts to and from the 8-bit float formats in integer arithmetic, for GPUs before sm_89, which do not have them.
+"""Casts to and from the 8-bit float formats in integer arithmetic, for devices that lack them or are slow at it.
+
+GPUs before sm_89 have none, none has e3m4, and XLA:CPU branches for each value.
 
 The bytes are those of the cast: rounded to nearest, ties to even, once.
 """
@@ -12,7 +14,7 @@ from taco_jax.pallas.arithmetic import FORMAT_DTYPE
 
 _F32_MANTISSA, _F32_BIAS = 23, 127
 _NAN = 0x7F
-"""A NaN of either format, the one that the GPU's own cast gives."""
+"""A NaN of each format, the one that the GPU's own cast gives."""
 
 
 def encode(z: jax.Array, format: str) -> jax.Array:
@@ -36,9 +38,15 @@ def decode(codes: jax.Array, format: str) -> jax.Array:
     code = codes.astype(jnp.int32)
     if format == "e5m2":
         return _half(code << 8).astype(jnp.float32)
-    # One bit lower than in f16: the exponent has the offset 15 there and 7 here, which the factor makes up for.
-    value = _half(((code & 0x80) << 8) | ((code & 0x7F) << 7)).astype(jnp.float32) * 2.0**8
-    return jnp.where((code & 0x7F) == 0x7F, jnp.nan, value)
+    sign, magnitude = (code & 0x80) << 8, code & 0x7F
+    # Two bits or one lower than in f16: the exponent has the offset 15 there and 3 or 7 here, which the factor makes up
+    # for.
+    if format == "e3m4":
+        value = _half(sign | (magnitude << 6)).astype(jnp.float32) * 2.0**12
+        beyond = jnp.where(magnitude == 0x70, jnp.inf * value, jnp.nan)
+        return jnp.where(magnitude >= 0x70, beyond, value)
+    value = _half(sign | (magnitude << 7)).astype(jnp.float32) * 2.0**8
+    return jnp.where(magnitude == 0x7F, jnp.nan, value)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -54,6 +54,8 @@ def unsupported_reason(codec: Codec, dtype: DTypeLike) -> str | None:
         return f'it serves e4m3 with scale="adaptive", not {codec.format} with {codec.scale!r}'
     if (codec.hadamard, codec.block) != ("block", _BLOCK):
         return f'it serves hadamard="block" with blocks of {_BLOCK}, not {codec.hadamard!r} with {codec.block}'
+    if codec.rounding != "nearest" or codec.signs is not None:
+        return "it rounds to nearest and rotates without signs"
     if codec.layout != "hidden":
         return f'it serves layout="hidden", whose blocks one copy brings, not {codec.layout!r}'
     if jnp.dtype(dtype) != jnp.bfloat16:

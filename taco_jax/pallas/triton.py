@@ -1,9 +1,9 @@
-"""The codec as three fused Pallas kernels (Triton) for NVIDIA GPUs: floats from sm_89 on, int8 from sm_80 on.
+"""The codec as three fused Pallas kernels (Triton) for NVIDIA GPUs: floats from sm_89 on, integers from sm_80 on.
 
 Plain jnp writes the rotated f32 values to memory and reads them again; here each hop is one pass: encode reads the
-values and writes one byte each, reduce reads n bytes and writes one, decode reads one byte and writes a value. A
-message's scales stand in the same array, so no copy joins them. The observation leaves encode and reduce as one row of
-partial sums per program.
+values and writes one byte each, reduce reads n bytes and writes one, decode reads one byte and writes a value (with
+packed integers 0.5 or 0.75 bytes). A message's scales stand in the same array, so no copy joins them. The observation
+leaves encode and reduce as one row of partial sums per program.
 
 Same contract, rounding points and additions as `taco_jax.pallas.xla`, hence the same bytes (sums of the observation
 differ in order). The rotation is the butterfly of `taco_jax.hadamard` in the operations Triton has.
@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 from taco_jax import compat, wire
-from taco_jax.config import Codec
+from taco_jax.config import INTEGERS, Codec
 from taco_jax.pallas.triton_kernels import SLOTS, WARPS, Tiling, decode_kernel, encode_kernel, reduce_kernel
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -37,6 +37,10 @@ def unsupported_reason(codec: Codec, dtype: DTypeLike) -> str | None:
         return 'it serves scale="adaptive" and "block", not "paper", which is for reproduction only'
     if codec.scale == "none":
         return "bf16 is rounded by plain jnp, there is nothing to fuse"
+    if codec.format == "e3m4":
+        return "NVIDIA GPUs have no cast to e3m4"
+    if codec.rounding != "nearest" or codec.signs is not None:
+        return "it rounds to nearest and rotates without signs"
     if jnp.dtype(dtype) not in _DTYPES:
         return f"it serves bf16, f16 and f32, not {jnp.dtype(dtype).name}"
     if axes := compat.automatic_axes():
@@ -52,7 +56,7 @@ def device_unsupported_reason(codec: Codec, compute_capability: str, *, integer_
         return f"it is for NVIDIA GPUs, not {compute_capability or 'this device'}"
     if capability < _MIN_CAPABILITY:
         return f"it needs compute capability {_MIN_CAPABILITY}, the device has {compute_capability}"
-    if capability < _CAST_CAPABILITY and codec.format != "int8" and not integer_casts:
+    if capability < _CAST_CAPABILITY and codec.format not in INTEGERS and not integer_casts:
         return (
             f"its casts to {codec.format} need compute capability {_CAST_CAPABILITY}, the device has "
             f"{compute_capability}, which 'triton_sm80' is for"

@@ -21,8 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from taco_jax.config import Codec
-from taco_jax.pallas import arithmetic, integer_casts
+from taco_jax import wire
+from taco_jax.config import INTEGERS, Codec
+from taco_jax.pallas import arithmetic, integer_casts, packing
 
 SLOTS = 5
 WARPS = 4
@@ -51,9 +52,16 @@ class Tiling:
 
     @property
     def width(self) -> int:
-        """Columns of one piece; integer casts need registers, hence half the pieces."""
+        """Columns of one piece; integer casts need registers, hence half the pieces. Packed ones are quarters."""
+        if self.packed:
+            return self.codec.block // packing.QUARTERS
         pieces = _MAX_PIECES // 2 if self.integer_casts else _MAX_PIECES
         return max(_MIN_WIDTH, self.codec.block // pieces)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a byte of the payload holds bits of several values."""
+        return self.codec.value_bits < 8
 
     @property
     def programs(self) -> int:
@@ -74,14 +82,14 @@ class _Tile:
         index = pl.program_id(0) * tiling.rows + lax.iota(jnp.int32, tiling.rows)
         self.mask = index < tiling.blocks if tiling.blocks % tiling.rows else None
         row = lax.div(index, jnp.int32(tiling.per_row)) if tiling.per_row < tiling.blocks else 0
-        first = index * self.codec.block
-        self.values = first
+        self.values = index * self.codec.block
         if tiling.channels > 1:
             # Quotient and remainder, of which Triton knows what they are of neighbours: its accesses stay wide.
             channels = jnp.int32(tiling.channels)
             self.values = lax.div(index, channels) * (tiling.channels * self.codec.block) + lax.rem(index, channels)
-        self.payload = first + row * (tiling.per_row * self.codec.scale_bytes)
-        self.scales = (row + 1) * (tiling.per_row * self.codec.block) + index * self.codec.scale_bytes
+        size = wire.payload_size(self.codec.block, self.codec)
+        self.payload = index * size + row * (tiling.per_row * self.codec.scale_bytes)
+        self.scales = (row + 1) * (tiling.per_row * size) + index * self.codec.scale_bytes
 
     def load_values(self, ref, columns: slice) -> jax.Array:
         return self._load(ref, self._offsets(self.values, columns, self.tiling.channels)).astype(jnp.float32)
@@ -89,11 +97,28 @@ class _Tile:
     def load_payload(self, ref, rank: int, columns: slice) -> jax.Array:
         return _decoded(self._load(ref, self._offsets(self.payload, columns), rank), self.tiling)
 
+    def load_packed(self, ref, rank: int) -> list[jax.Array]:
+        """Return the values of all pieces."""
+        bits = self.codec.value_bits
+        places = (self._offsets(self.payload, columns) for columns in self._packed_columns())
+        pieces = [self._load(ref, place, rank).astype(jnp.int32) for place in places]
+        sign = 1 << (bits - 1)
+        return [((code ^ sign) - sign).astype(jnp.float32) for code in packing.unpack(pieces, bits)]
+
     def store_values(self, ref, columns: slice, values: jax.Array) -> None:
         self._store(ref, self._offsets(self.values, columns, self.tiling.channels), values)
 
     def store_payload(self, ref, columns: slice, codes: jax.Array) -> None:
         self._store(ref, self._offsets(self.payload, columns), codes)
+
+    def store_packed(self, ref, codes: list[jax.Array]) -> None:
+        """Store the codes of all pieces."""
+        pieces = packing.pack([code.astype(jnp.int32) for code in codes], self.codec.value_bits)
+        for columns, piece in zip(self._packed_columns(), pieces, strict=True):
+            self.store_payload(ref, columns, piece.astype(jnp.uint8))
+
+    def _packed_columns(self) -> list[slice]:
+        return self.tiling.columns[: packing.PIECES[self.codec.value_bits]]
 
     def load_scale(self, ref, rank: int) -> jax.Array:
         """Return the factors f32[rows]."""
@@ -141,6 +166,9 @@ def encode_kernel(x_ref, alpha_ref, message_ref, seen_ref=None, *, tiling: Tilin
         seen.write(seen_ref)
     if len(pieces) > len(tiling.columns):
         pieces = _whole(pieces, codec)
+    if tiling.packed:
+        tile.store_packed(message_ref, [_encoded(z, tiling) for z in pieces])
+        return
     for columns, z in zip(tiling.columns, pieces, strict=True):
         tile.store_payload(message_ref, columns, _encoded(z, tiling))
 
@@ -187,11 +215,11 @@ def reduce_kernel(messages_ref, alpha_ref, message_ref, seen_ref=None, *, tiling
     """Add the ranks' codes and encode the sum, without a transform: as `xla.reduce`."""
     tile, codec = _Tile(tiling), tiling.codec
     seen = _Seen(tiling) if seen_ref is not None else None
-    ranks, totals = None, {}
+    totals: list[jax.Array] = []
     if codec.scale == "block":
         ranks, unit, inverse = _rank_factors(tile, messages_ref)
-        totals = {columns.start: _sum(tile, messages_ref, columns, ranks) for columns in tiling.columns}
-        amax = _amax(list(totals.values()))
+        totals = _sums(tile, messages_ref, ranks)
+        amax = _amax(totals)
         after = arithmetic.block_scale(_divided(amax, codec.qmax), unit, amax, codec)
         ratio = after * inverse
         factor = _divided(1.0, jnp.where(ratio < arithmetic.MIN_SCALE, arithmetic.MIN_SCALE, ratio))[:, None]
@@ -200,14 +228,21 @@ def reduce_kernel(messages_ref, alpha_ref, message_ref, seen_ref=None, *, tiling
     else:
         factor = _power_of_two(jnp.clip(_exponent(alpha_ref[1]) - _exponent(alpha_ref[0]), -126, 100))
         whole, unit = factor, None
-    for columns in tiling.columns:
-        total = totals[columns.start] if totals else _sum(tile, messages_ref, columns, ranks)
+    packed = []
+    for i, columns in enumerate(tiling.columns):
+        total = totals[i] if totals else _sum(tile, messages_ref, columns, None)
         z = total * factor
-        tile.store_payload(message_ref, columns, _encoded(z, tiling))
+        codes = _encoded(z, tiling)
+        if tiling.packed:
+            packed.append(codes)
+        else:
+            tile.store_payload(message_ref, columns, codes)
         if seen:
             seen.add_source(total)
             seen.add_signal(total * whole)
             seen.add_code(z, unit)
+    if packed:
+        tile.store_packed(message_ref, packed)
     if seen:
         seen.write(seen_ref)
 
@@ -228,7 +263,7 @@ def decode_kernel(messages_ref, alpha_ref, *refs, tiling: Tiling, summed: bool):
         factors, scale = None, tile.load_scale(messages_ref, 0)[:, None]
     # As in `xla`: neither factor may underflow with a scale of 2^-126.
     ahead = 2.0 ** math.floor(math.log2(arithmetic.norm(codec)))
-    pieces = [_sum(tile, messages_ref, columns, factors) * ahead for columns in tiling.columns]
+    pieces = [total * ahead for total in _sums(tile, messages_ref, factors)]
     limit = float(jnp.finfo(x_ref.dtype).max)
     for columns, t in zip(tiling.columns, _whole(_rotate(pieces, codec), codec), strict=True):
         value = t * (arithmetic.norm(codec) / ahead) * scale
@@ -244,6 +279,19 @@ def _rank_factors(tile: _Tile, ref) -> tuple[list[jax.Array], jax.Array, jax.Arr
     largest = functools.reduce(jnp.maximum, (lax.bitcast_convert_type(s, jnp.int32) for s in scales))
     unit, inverse = arithmetic.power_of_two(lax.bitcast_convert_type(largest, jnp.float32))
     return [s * inverse for s in scales], unit, inverse
+
+
+def _sums(tile: _Tile, ref, factors: list[jax.Array] | None) -> list[jax.Array]:
+    """Return `_sum` of all pieces."""
+    if not tile.tiling.packed:
+        return [_sum(tile, ref, columns, factors) for columns in tile.tiling.columns]
+    totals: list[jax.Array] = []
+    for rank in range(ref.shape[0]):
+        parts = tile.load_packed(ref, rank)
+        if factors is not None:
+            parts = [part * factors[rank][:, None] for part in parts]
+        totals = [a + b for a, b in zip(totals, parts, strict=True)] if totals else parts
+    return totals
 
 
 def _sum(tile: _Tile, ref, columns: slice, factors: list[jax.Array] | None) -> jax.Array:
@@ -318,7 +366,7 @@ def _clamp(z: jax.Array, limit: float, keep: jax.Array) -> jax.Array:
 def _encoded(z: jax.Array, tiling: Tiling) -> jax.Array:
     """Return the bytes of values, clamped to the format's range and rounded once."""
     codec = tiling.codec
-    if codec.format == "int8":
+    if codec.format in INTEGERS:
         # Added to 1.5 * 2^23 a value is rounded to an integer, ties to even, that the lowest bits hold; NaN gives 0.
         z = jnp.where(z == z, jnp.clip(z, -codec.qmax, codec.qmax), 0.0) + 1.5 * 2.0**23
         return (lax.bitcast_convert_type(z, jnp.int32) & 255).astype(jnp.uint8)
@@ -330,7 +378,9 @@ def _encoded(z: jax.Array, tiling: Tiling) -> jax.Array:
 
 def _decoded(payload: jax.Array, tiling: Tiling) -> jax.Array:
     """Return the f32 values of bytes."""
-    if tiling.integer_casts and tiling.codec.format != "int8":
+    if tiling.codec.format in INTEGERS:
+        return lax.bitcast_convert_type(payload, jnp.int8).astype(jnp.float32)
+    if tiling.integer_casts:
         return integer_casts.decode(payload, tiling.codec.format)
     return lax.bitcast_convert_type(payload, arithmetic.FORMAT_DTYPE[tiling.codec.format]).astype(jnp.float32)
 

@@ -1,8 +1,8 @@
 """The codec in plain jnp: the reference for every other implementation, and what CPU, TPU and older GPUs run.
 
 Shapes: values f32/bf16/f16[..., C] with C a multiple of the block, messages u8[..., M] as `taco_jax.wire` lays them
-out (payload u8[..., C], scale bytes u8[..., C / block * scale_bytes] or None), alpha f32[] a power of two in
-[2^-126, 2^126].
+out (payload u8[..., P], P = C but for packed integers, scale bytes u8[..., C / block * scale_bytes] or None), alpha
+f32[] a power of two in [2^-126, 2^126].
 Rounding points: one cast to the format, one rounding up of a block's scale, one cast to the output type.
 `scale="paper"` has functions of its own below: as published, messages are decoded in full before they are added. bf16
 messages are u16[..., C], rounded values with nothing beside them.
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from taco_jax import wire
-from taco_jax.config import Codec
-from taco_jax.hadamard import rotate
-from taco_jax.pallas import integer_casts
+from taco_jax.config import INTEGERS, Codec
+from taco_jax.hadamard import rotate, signs
+from taco_jax.pallas import integer_casts, packing
 from taco_jax.pallas.arithmetic import (
     BEFORE_ROTATION,
     FORMAT_DTYPE,
@@ -38,7 +38,9 @@ def unsupported_reason(codec: Codec, dtype: jnp.dtype) -> str | None:
     return None
 
 
-def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, channels: int = 1):
+def encode(
+    x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, channels: int = 1, key: jax.Array | None = None
+):
     """Rotate, scale, clamp and cast.
 
     Args:
@@ -47,6 +49,7 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, chann
         alpha: f32[].
         observe: whether to return the observation.
         channels: distance of a block's neighbours in a row (`codec.encode`); the message has block after block.
+        key: of `jax.random`, for stochastic rounding.
 
     Returns:
         message u8[..., M], and the observation f32[5] of z = alpha x (None without `observe`).
@@ -59,18 +62,18 @@ def encode(x: jax.Array, codec: Codec, alpha: jax.Array, *, observe: bool, chann
     if codec.scale == "adaptive":
         z = jnp.where(jnp.isfinite(v), jnp.clip(v * alpha, -BEFORE_ROTATION, BEFORE_ROTATION), jnp.nan)
         if codec.hadamard:
-            z = rotate(z) * norm(codec)
-        payload = _cast(z, codec)
-        seen = _observe(z, z, payload, codec, 1.0, v) if observe else None
-        return _rows(payload), seen
+            z = _rotated(z, codec) * norm(codec)
+        codes = _cast(z, codec, key)
+        seen = _observe(z, z, codes, codec, 1.0, v) if observe else None
+        return _payload(codes, codec), seen
     amax = _amax(v)
     up, down = power_of_two(amax)
-    y = rotate(v * down) if codec.hadamard else v * down
+    y = _rotated(v * down, codec) if codec.hadamard else v * down
     scale = block_scale(_amax(y) * norm(codec) / codec.qmax, up, amax, codec)
     z = y * (norm(codec) / (scale * down))
-    payload = _cast(z, codec)
-    seen = _observe(v * alpha, z, payload, codec, scale * alpha, v) if observe else None
-    return wire.pack(_rows(payload), _scale_bytes(scale, codec)), seen
+    codes = _cast(z, codec, key)
+    seen = _observe(v * alpha, z, codes, codec, scale * alpha, v) if observe else None
+    return wire.pack(_payload(codes, codec), _scale_bytes(scale, codec)), seen
 
 
 def decode(
@@ -101,7 +104,7 @@ def decode_sum(messages: jax.Array, codec: Codec, alpha: jax.Array, dtype, *, ch
     return _scattered(_rows(_clamped(x, dtype).astype(dtype)), codec, channels)
 
 
-def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: bool):
+def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: bool, key: jax.Array | None = None):
     """Add n messages in the rotated domain and encode the sum again; no transform, since H is linear.
 
     With `scale="paper"` each message is decoded in full and the sum encoded in full: two transforms.
@@ -111,6 +114,7 @@ def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: boo
         codec: format of both hops.
         alphas: f32[2], of the messages and of the result.
         observe: whether to return the observation of z = alphas[1] * sum.
+        key: of `jax.random`, for stochastic rounding.
 
     Returns:
         message u8[..., M], observation f32[5] or None.
@@ -123,20 +127,20 @@ def reduce(messages: jax.Array, codec: Codec, alphas: jax.Array, *, observe: boo
     total, scale = _sum(payloads, scales, codec, alphas[0])
     if codec.scale == "adaptive":
         z = total * jnp.clip(alphas[1] / alphas[0], MIN_SCALE, BEFORE_ROTATION)
-        payload = _cast(z, codec)
-        seen = _observe(z, z, payload, codec, 1.0, total) if observe else None
-        return _rows(payload), seen
+        codes = _cast(z, codec, key)
+        seen = _observe(z, z, codes, codec, 1.0, total) if observe else None
+        return _payload(codes, codec), seen
     amax = _amax(total)
     # The sum itself may exceed f32 in the rotated domain; a non-finite value of any rank is in the total.
     after = block_scale(amax / codec.qmax, scale, amax, codec)
     # Sums that cancel exactly leave after / scale at zero; 0 * inf would be NaN.
     z = total * (1.0 / jnp.maximum(after / scale, MIN_SCALE))
-    payload = _cast(z, codec)
+    codes = _cast(z, codec, key)
     seen = None
     if observe:
         whole = total * jnp.minimum(scale * alphas[1], OBSERVED)
-        seen = _observe(whole, z, payload, codec, after * alphas[1], total)
-    return wire.pack(_rows(payload), _scale_bytes(after, codec)), seen
+        seen = _observe(whole, z, codes, codec, after * alphas[1], total)
+    return wire.pack(_payload(codes, codec), _scale_bytes(after, codec)), seen
 
 
 def _blocks(x: jax.Array, codec: Codec) -> jax.Array:
@@ -177,12 +181,17 @@ def _fold(x: jax.Array, combine) -> jax.Array:
     return x
 
 
-def _cast(z: jax.Array, codec: Codec) -> jax.Array:
+def _cast(z: jax.Array, codec: Codec, key: jax.Array | None = None) -> jax.Array:
+    """Return the codes u8 of f32 values, one a byte; integers in two's complement."""
     z = jnp.clip(z, -codec.qmax, codec.qmax)
-    if codec.format == "int8":
+    if codec.rounding == "stochastic":
+        z = _rounded_at_random(z, codec, key)
+    if codec.format in INTEGERS:
         # A cast of NaN to an integer is undefined; the block's scale carries the NaN.
         z = jnp.where(jnp.isnan(z), 0.0, jnp.round(z))
         return lax.bitcast_convert_type(z.astype(jnp.int8), jnp.uint8)
+    if codec.format == "e3m4":
+        return integer_casts.encode(z, codec.format)
     # XLA:CPU's casts to and from these formats are a chain of branches for each value.
     return lax.platform_dependent(
         z,
@@ -191,17 +200,55 @@ def _cast(z: jax.Array, codec: Codec) -> jax.Array:
     )
 
 
+def _rounded_at_random(z: jax.Array, codec: Codec, key: jax.Array | None) -> jax.Array:
+    """Return a neighbour of z in the format, the upper one with the probability of the remainder to 2^-17."""
+    assert key is not None
+    unit, inverse = jnp.float32(1.0), jnp.float32(1.0)
+    if codec.format not in INTEGERS:
+        info = jnp.finfo(FORMAT_DTYPE[codec.format])
+        power, _ = power_of_two(jnp.maximum(jnp.abs(z), float(info.smallest_normal)))
+        unit, inverse = power * 2.0**-info.nmant, 2.0**info.nmant / power
+    steps = z * inverse
+    lower = jnp.floor(steps)
+    threshold = (jax.random.bits(key, z.shape, jnp.uint16).astype(jnp.float32) + 0.5) * 2.0**-16
+    return (lower + (threshold < steps - lower)) * unit
+
+
+def _payload(codes: jax.Array, codec: Codec) -> jax.Array:
+    """Return the bytes u8[..., P] of codes u8[..., blocks, block]."""
+    if codec.value_bits < 8:
+        quarters = jnp.split(codes, packing.QUARTERS, axis=-1)
+        codes = jnp.concatenate(packing.pack(quarters, codec.value_bits), axis=-1)
+    return _rows(codes)
+
+
 def _values(payload: jax.Array, codec: Codec) -> jax.Array:
-    return _decoded(_blocks(payload, codec), codec)
+    """Return the values f32[..., blocks, block] in units of the scale; inverse of `_payload` of codes."""
+    if codec.value_bits >= 8:
+        return _decoded(_blocks(payload, codec), codec)
+    size = wire.payload_size(codec.block, codec)
+    packed = payload.reshape(*payload.shape[:-1], payload.shape[-1] // size, size)
+    quarters = packing.unpack(jnp.split(packed, packing.PIECES[codec.value_bits], axis=-1), codec.value_bits)
+    codes = jnp.concatenate(quarters, axis=-1)
+    unused = 8 - codec.value_bits
+    return (lax.bitcast_convert_type(codes << unused, jnp.int8) >> unused).astype(jnp.float32)
 
 
 def _decoded(codes: jax.Array, codec: Codec) -> jax.Array:
     def cast(codes: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(codes, FORMAT_DTYPE[codec.format]).astype(jnp.float32)
 
-    if codec.format in ("int8", "bf16"):
+    if codec.format in INTEGERS:
+        return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
+    if codec.format == "bf16":
         return cast(codes)
+    if codec.format == "e3m4":
+        return integer_casts.decode(codes, codec.format)
     return lax.platform_dependent(codes, cpu=lambda codes: integer_casts.decode(codes, codec.format), default=cast)
+
+
+def _rotated(x: jax.Array, codec: Codec) -> jax.Array:
+    return rotate(x if codec.signs is None else x * signs(codec.block, codec.signs))
 
 
 def _unrotated(q: jax.Array, codec: Codec) -> jax.Array:
@@ -210,7 +257,8 @@ def _unrotated(q: jax.Array, codec: Codec) -> jax.Array:
     # XLA may fold the factor behind the butterfly into a scale of 2^-126, so it must not be below one; a power of
     # two ahead of it is exact.
     ahead = 2.0 ** math.floor(math.log2(norm(codec)))
-    return rotate(q * ahead) * (norm(codec) / ahead)
+    factor = norm(codec) / ahead
+    return rotate(q * ahead) * (factor if codec.signs is None else factor * signs(codec.block, codec.signs))
 
 
 def _clamped(x: jax.Array, dtype=jnp.float32) -> jax.Array:
@@ -301,14 +349,14 @@ def _scale(scales: jax.Array | None, codec: Codec, alpha: jax.Array) -> jax.Arra
     return lax.bitcast_convert_type(bits, jnp.float32)[..., None]
 
 
-def _observe(z, encoded, payload, codec: Codec, unit, source) -> jax.Array:
+def _observe(z, encoded, codes, codec: Codec, unit, source) -> jax.Array:
     """Return (sum of squares, 0, saturated, non-finite, sum of squared error) in units of z; count is static."""
     limit = codec.qmax if codec.scale == "adaptive" else OBSERVED
     valid = jnp.isfinite(z)
     magnitude = jnp.clip(jnp.abs(z), jnp.where(source != 0, UNDERFLOW, 0.0), limit)
     squares = jnp.sum(jnp.where(valid, jnp.square(magnitude), 0.0))
     saturated = jnp.sum(jnp.abs(encoded) > codec.qmax * SATURATED, dtype=jnp.float32)
-    q = _decoded(payload, codec)
+    q = _decoded(codes, codec)
     error = (jnp.clip(encoded, -OBSERVED, OBSERVED) - q) * jnp.minimum(unit, OBSERVED)
     noise = jnp.sum(jnp.where(jnp.isfinite(error), jnp.square(error), 0.0))
     nonfinite = jnp.sum(~jnp.isfinite(source), dtype=jnp.float32)
