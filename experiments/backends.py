@@ -55,11 +55,11 @@ MEANING = {
 }
 PROOF = {"xla": SUITE, "triton": INTERPRETED, "triton_sm80": INTERPRETED, "mosaic_gpu": INTERPRETED}
 COMPILED_FOR = {
-    ("triton", "8.0"): ("int8",),
+    ("triton", "8.0"): ("int8", "int6", "int4"),
     ("triton_sm80", "8.0"): ("taco", "taco_block", "fp8"),
-    ("triton", "9.0"): ("taco", "taco_block", "fp8", "int8"),
+    ("triton", "9.0"): ("taco", "taco_block", "fp8", "int8", "int6", "int4"),
     ("mosaic_gpu", "9.0"): ("taco",),
-    ("triton", "10.0"): ("taco", "taco_block", "fp8", "int8"),
+    ("triton", "10.0"): ("taco", "taco_block", "fp8", "int8", "int6", "int4"),
 }
 """Presets whose kernels for bf16 the tests compile, by implementation and capability."""
 RUN_ON = {("xla", "cpu")}

@@ -22,7 +22,7 @@ from taco_jax.config import Codec
 from taco_jax.pallas import registry
 
 OPERATIONS = ("encode", "reduce", "decode", "decode_sum")
-PRESETS = ("taco", "taco_block", "fp8", "int8")
+PRESETS = ("taco", "taco_block", "fp8", "int8", "int6", "int4")
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,11 @@ def programs(
     return sorted(served, key=lambda p: (presets.index(p.preset), OPERATIONS.index(p.operation))), lines
 
 
-def floor(operation: str, ranks: int) -> float:
-    """Return the least bytes per value of the tensor: 2 of bf16 or 1 of a message, each once; scales come on top."""
-    return {"encode": 3.0, "decode": 3.0, "reduce": 1 + 1 / ranks, "decode_sum": 1 + 2 / ranks}[operation]
+def floor(program: Program, ranks: int) -> float:
+    """Return the least bytes per value of the tensor: 2 of bf16, those of a message, each once; scales come on top."""
+    sent = program.codec.value_bits / 8
+    least = {"encode": 2 + sent, "decode": sent + 2, "reduce": sent * (1 + 1 / ranks), "decode_sum": sent + 2 / ranks}
+    return least[program.operation]
 
 
 def operand_shape(program: Program, ranks: int, columns: int) -> jax.ShapeDtypeStruct:

@@ -97,7 +97,7 @@ def timings(programs: list[Program], target: Target, ranks: int, mib: int, effor
 def _timing(program: Program, mib: int, ranks: int, seconds: Mapping[str, float]) -> Timing:
     size = mib * 2**20 // 2
     own, copy, cast = (seconds[name] for name in (program.implementation, "copy", "cast"))
-    rate = floor(program.operation, ranks) * size / own
+    rate = floor(program, ranks) * size / own
     return Timing(
         mib=mib,
         **vars(program),

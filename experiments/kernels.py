@@ -152,7 +152,7 @@ def count_bytes(program: Program, target: Target, ranks: int, mib: int) -> Row:
     size = mib * 2**20 // 2
     text = compile_program(program, target, ranks, size // ranks).as_text()
     assert text is not None
-    traffic, least = read_traffic(text), floor(program.operation, ranks)
+    traffic, least = read_traffic(text), floor(program, ranks)
     total = (traffic.read + traffic.written) / size
     return Row(
         implementation=program.implementation,

@@ -54,8 +54,10 @@ def payload_bytes(q: np.ndarray, format: str) -> np.ndarray:
     own, others = quarters[..., :pieces, :, :], quarters[..., pieces:, :, :]
     if format == "int6":
         # The fourth quarter's bits two by two: [..., 1, i, 6] -> [..., 3, i, 2].
-        others = np.moveaxis(others[..., 0, :, :].reshape(*others.shape[:-3], -1, 3, 2), -2, -3)
-    return np.packbits(np.concatenate([own, others], -1), axis=-1, bitorder="little").reshape(*q.shape[:-1], -1)
+        others = np.moveaxis(others[..., 0, :, :].reshape(*others.shape[:-3], others.shape[-2], 3, 2), -2, -3)
+    return np.packbits(np.concatenate([own, others], -1), axis=-1, bitorder="little").reshape(
+        *q.shape[:-1], q.shape[-1] * width // 8
+    )
 
 
 def payload_codes(payload: np.ndarray, format: str, block: int) -> np.ndarray:

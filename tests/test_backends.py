@@ -8,6 +8,7 @@ from gpu_aot import kernels, resources
 
 from experiments import backends, targets
 from taco_jax import PRESETS
+from taco_jax.config import INTEGERS
 from taco_jax.pallas import registry
 
 WITHOUT_E4M3, OTHER_MAKERS = ("A100",), ("AMD MI300", "TPU", "CPU")
@@ -36,7 +37,7 @@ def test_who_serves_what(answers):
     nvidia = every - set(OTHER_MAKERS)
     for preset in COMPRESSED:
         assert devices_of(answers, "xla", preset) == every
-        expected = nvidia if preset == "int8" else nvidia - set(WITHOUT_E4M3) if preset in FAST else set()
+        expected = nvidia if preset in INTEGERS else nvidia - set(WITHOUT_E4M3) if preset in FAST else set()
         assert devices_of(answers, "triton", preset) == expected
         assert devices_of(answers, "triton_sm80", preset) == (nvidia if preset in FAST else set())
         wgmma = {"H100, H200"} if preset == "taco" and jax.__version_info__ >= (0, 12) else set()
@@ -47,7 +48,7 @@ def test_one_is_chosen_and_triton_comes_first(answers):
     for device in backends.DEVICES:
         for preset in COMPRESSED:
             chosen = [i for (i, d, p), a in answers.items() if (d, p) == (device.name, preset) and a.is_default]
-            triton = "triton_sm80" if device.name in WITHOUT_E4M3 and preset != "int8" else "triton"
+            triton = "triton_sm80" if device.name in WITHOUT_E4M3 and preset not in INTEGERS else "triton"
             assert chosen == [triton if device.name in devices_of(answers, triton, preset) else "xla"]
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("quickly_compiled")
 RANKS, SIZE = 4, 16384
 VALUES = SIZE // 2
 # Bytes on the wire per 256 values: a scale of 2 bytes per 128, or two f32 factors per 256.
-PER_256 = {"taco": 256, "taco_block": 260, "fp8": 260, "int8": 260, "paper": 264}
+PER_256 = {"taco": 256, "taco_block": 260, "fp8": 260, "int8": 260, "paper": 264, "int6": 196, "int4": 132}
 SHARE = {"psum": 1.5, "psum_scatter": 0.75, "all_gather": 0.75, "all_to_all": 0.75, "ppermute": 1.0}
 
 

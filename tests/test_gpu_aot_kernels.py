@@ -3,7 +3,7 @@
 import pytest
 from gpu_aot import kernels, process, resources
 
-from taco_jax.config import Codec
+from taco_jax.config import INTEGERS, Codec
 from taco_jax.pallas.triton_kernels import WARPS, Tiling
 
 pytestmark = pytest.mark.gpu_aot
@@ -49,26 +49,36 @@ def values_per_thread(codec: Codec, gpu: str) -> int:
 
 
 def test_every_access_to_the_tensor_has_16_bytes(compiled):
-    """And each byte moves once. The other accesses are to scales, alphas and the observation, at most 4 bytes each."""
+    """And each byte moves once. The other accesses are to scales, alphas and the observation, at most 4 bytes each.
+
+    Packed blocks of 32 have pieces of 8 bytes, which is how much of their messages moves at once.
+    """
     gpu, found = compiled
     for name, (kernel, _) in found.items():
         codec, operation = kernels.CODECS[name[0]], name[1]
         values = values_per_thread(codec, gpu)
-        reads = values * {"encode": 2, "decode": 1, "decode_residual": 3}.get(operation, kernels.RANKS)
-        writes = values * (2 if operation.startswith("decode") else 1)
-        for direction, size in (("ld", reads), ("st", writes)):
+        message = values * codec.value_bits // 8
+        messages = {"encode": 0, "decode": message, "decode_residual": message}.get(operation, kernels.RANKS * message)
+        reads = {"encode": 2 * values, "decode_residual": 2 * values}.get(operation, 0)
+        moved = {
+            "ld": (reads, messages),
+            "st": (2 * values, 0) if operation.startswith("decode") else (0, message),
+        }
+        halves = codec.value_bits < 8 and codec.block == 32
+        for direction, (tensor, payload) in moved.items():
             wide = kernel.count(rf"{direction}\.global\.(v4\.b32|v2\.b64)$")
-            assert wide * 16 == size, (name, direction)
-            assert kernel.count(rf"{direction}\.global\.\w*\.?(b128|v2\.b32|v4\.b16|v8)") == 0, (name, direction)
+            half = kernel.count(rf"{direction}\.global\.(v2\.b32|b64)$")
+            assert (wide * 16, half * 8) == ((tensor, payload) if halves else (tensor + payload, 0)), (name, direction)
+            assert kernel.count(rf"{direction}\.global\.\w*\.?(b128|v4\.b16|v8)") == 0, (name, direction)
 
 
 def test_the_hardware_converts(compiled):
-    """Two values with one instruction; `int8` and GPUs before sm_89 have none."""
+    """Two values with one instruction; there is none for integers and on GPUs before sm_89."""
     gpu, found = compiled
     for name, (kernel, _) in found.items():
         codec, operation = kernels.CODECS[name[0]], name[1]
         packed = kernel.count(r"cvt\.[\w.]*(e4m3|e5m2)")
-        if codec.format == "int8" or kernels.casts_with_integers(codec, gpu):
+        if codec.format in INTEGERS or kernels.casts_with_integers(codec, gpu):
             assert packed == 0, name
             continue
         pairs = values_per_thread(codec, gpu) // 2

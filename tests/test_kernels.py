@@ -125,7 +125,7 @@ def test_command_counts_and_times_on_a_cpu(tmp_path, capsys):
     ("arguments", "said"),
     [
         (["--device=v100"], "auto, cpu or one of a100, h100, h200, b200, got 'v100'"),
-        (["--presets", "paper"], "taco, taco_block, fp8, int8, got paper"),
+        (["--presets", "paper"], "taco, taco_block, fp8, int8, int6, int4, got paper"),
         (["--implementations", "cuda"], "triton, triton_sm80, mosaic_gpu, xla, got cuda"),
         (["--ranks=3"], "a power of two up to 64, got 3"),
         (["--mib=0"], "1 MiB or more, got 0"),

@@ -39,6 +39,8 @@ def test_codecs_prints_every_preset(capsys):
         ("paper", 1.031, 31.2, 32.5),
         ("fp8", 1.016, 31.2, 32.5),
         ("int8", 1.016, 43, 44.5),
+        ("int6", 0.766, 31, 32),
+        ("int4", 0.516, 18, 19.2),
     ):
         row = re.search(rf"^\s*{preset}((?:\s+\d+\.\d+){{5}})\s*$", out, re.MULTILINE)
         size, single, predicted, reduced, predicted_sum = map(float, row.group(1).split())

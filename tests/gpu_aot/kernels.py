@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import targets
+from taco_jax import wire
 from taco_jax.config import Codec
 from taco_jax.pallas import triton, triton_sm80
 
@@ -38,9 +39,13 @@ CODECS = {
     "int8_512": Codec("int8", 512, "block"),
     "taco_tokens": Codec("e4m3", 128, "block", "adaptive", layout="tokens"),
     "int8_tokens": Codec("int8", 128, "block", layout="tokens"),
+    "int6": Codec("int6", 128, "block"),
+    "int6_512": Codec("int6", 512, "block"),
+    "int4": Codec("int4", 128, "block"),
+    "int4_32": Codec("int4", 32, "block"),
 }
 CHANNELS = 4096
-PRESETS = ("taco", "taco_block", "fp8", "int8")
+PRESETS = ("taco", "taco_block", "fp8", "int8", "int6", "int4")
 OPERATIONS = ("encode", "reduce", "decode", "decode_residual", "decode_sum")
 
 
@@ -52,7 +57,7 @@ def casts_with_integers(codec: Codec, gpu: str) -> bool:
 def operations(codec: Codec, gpu: str) -> dict:
     """Return {operation: (function, descriptions of its arguments)}; bf16 values, 8 ranks, with the observation."""
     implementation = triton_sm80 if casts_with_integers(codec, gpu) else triton
-    message = ROWS, COLUMNS + COLUMNS // codec.block * codec.scale_bytes
+    message = ROWS, wire.message_size(COLUMNS, codec)
     x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.bfloat16)
     one, all_ranks = (jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in (message, (RANKS, message[1])))
     alpha, alphas = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (2,)))
