@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -196,7 +197,7 @@ class Program:
         return nonfinite_origin(metrics, self.model_config.num_layers, names)
 
     def loss_and_gradients(self, parameters: dict, scales: dict, batch: dict) -> tuple[dict, dict, dict]:
-        """Return {"loss", "tokens", "grad_norm"} of the whole batch, the gradients and what the scales observed.
+        """Return {"loss", "tokens", "grad_norm"} of the whole batch, the gradients and what the messages were like.
 
         Everything is global; to be called under `jax.jit`.
 
@@ -204,20 +205,23 @@ class Program:
             parameters: the model's parameters.
             scales: state of the adaptive scales, {} without compression.
             batch: tokens, targets and mask.
+
+        Returns:
+            The last is {site: (scales, observation)} of all layers, on every device.
         """
         run = jax.shard_map(
             self._local_gradients,
             mesh=self.mesh,
             in_specs=(self.specs, self.scale_specs, DATA),
-            out_specs=(P(), self.specs, self.scale_specs),
+            out_specs=(P(), self.specs, P()),
             check_vma=True,
         )
         return run(parameters, scales, batch)
 
     def _step(self, state: dict, step: jax.Array, batch: dict) -> tuple[dict, dict]:
-        sums, gradients, observed = self.loss_and_gradients(state["params"], state["scales"], batch)
+        sums, gradients, messages = self.loss_and_gradients(state["params"], state["scales"], batch)
         with jax.named_scope("scales"):
-            scales, seen = self._update_scales(state["scales"], observed)
+            scales, seen = self._update_scales(messages)
         norm, rate = sums["grad_norm"], self.learning_rate(step)
         with jax.named_scope("optimizer"):
             update, opt_state = self.direction.update(gradients, state["opt_state"], state["params"], global_norm=norm)
@@ -231,29 +235,22 @@ class Program:
         metrics = {**sums, "lr": rate, "nonfinite": skipped, "skipped_step": skipped, **seen}
         return new, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
 
-    def _update_scales(self, scales: dict, observed: dict) -> tuple[dict, dict]:
-        """Return the scales that follow the observations, and the metrics of the messages."""
+    def _update_scales(self, messages: dict) -> tuple[dict, dict]:
+        """Return this stage's scales, which follow the observations, and the metrics of the messages."""
 
-        def local(old: dict, observed: dict) -> tuple[dict, dict]:
-            new, _ = update_scales(old, observed, axis_name=None)
-            every_old, every_new, every_observed = (self._every_layer(x) for x in (old, new, observed))
-            _, seen = update_scales(every_old, every_observed, axis_name=None)
+        def local(messages: dict) -> tuple[dict, dict]:
+            old, observed = ({site: pair[i] for site, pair in messages.items()} for i in range(2))
+            new, seen = update_scales(old, observed, axis_name=None)
             metrics = {key: seen[key] for key in ("saturation", "snr_forward", "snr_backward")}
-            metrics |= site_metrics(every_old, every_observed, seen)
-            return new, {**metrics, "scale_changes": _changes(every_new, every_old)}
+            metrics |= site_metrics(old, observed, seen)
+            own = {site: pipeline.own_share(x) if site in LAYER_SITES else x for site, x in new.items()}
+            return own, {**metrics, "scale_changes": _changes(new, old)}
 
-        specs = (self.scale_specs, self.scale_specs)
-        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=(self.scale_specs, P()), check_vma=True)
-        return run(scales, observed)
-
-    def _every_layer(self, scales: dict) -> dict:
-        """Return arrays that lie like the scales with the layers of all stages."""
-        layers = {site: value for site, value in scales.items() if site in LAYER_SITES}
-        whole = all_gather(layers, "pp", axis=0, tiled=True, to="invarying", compression=None, name="scales")
-        return {**scales, **whole}
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=P(), out_specs=(self.scale_specs, P()), check_vma=True)
+        return run(messages)
 
     def _local_gradients(self, parameters: dict, scales: dict, batch: dict) -> tuple:
-        """Return scalars, gradients and observations, added over every axis that they are not sharded on."""
+        """Return scalars and gradients, added over every axis that they are not sharded on, and `_every_stage`."""
         tokens = psum(jnp.sum(batch["mask"]), "dp", compression=None, name="tokens")
         batch = {**batch, "tokens": _after(batch["tokens"], tokens)}
         states, probes = split_scales(scales, AXES)
@@ -267,8 +264,6 @@ class Program:
         value, (gradients, observed) = jax.value_and_grad(loss, argnums=(0, 1))(varying, probes)
         with jax.named_scope("taco.psum.gradients.backward"):
             gradients = sum_replicas(gradients, self.specs, self._partial_axes)
-        with jax.named_scope("taco.psum.scales.backward"):
-            observed = sum_replicas(observed, self.scale_specs, frozenset(AXES))
         with jax.named_scope("taco.psum.grad_norm.backward"):
             norm, squares = global_norm(gradients, self.specs)
         sums = {
@@ -277,7 +272,7 @@ class Program:
             "grad_norm": norm,
             "nonfinite_gradient": first_true(~jnp.isfinite(squares)),
         }
-        return sums, gradients, observed
+        return sums, gradients, _every_stage(scales, observed)
 
     # The model on its part of the mesh
 
@@ -361,6 +356,30 @@ def compression_of(config: TrainConfig) -> Compression:
     c = config.communication
     implementation = None if c.implementation == "auto" else c.implementation
     return Compression.named(config.compression, min_bytes=c.min_bytes, chunks=c.chunks, implementation=implementation)
+
+
+def _every_stage(scales: dict, observed: dict) -> dict:
+    """Return {site: (scales, observation)} of all layers on every device, inside `shard_map`.
+
+    Packed: on a slow link a message of 80 bytes takes as long as one of 1,000. Behind the gradients: see `_after`.
+
+    Args:
+        scales: of this stage's layers, and of what no layer has.
+        observed: this device's, alike.
+    """
+    if not scales:
+        return {}
+    flat, unflatten = ravel_pytree(observed)
+    observed = unflatten(psum(flat, ("dp", "tp"), compression=None, name="scales"))
+    flat, unflatten = ravel_pytree((scales, observed))
+    stages = all_gather(flat, "pp", to="invarying", compression=None, name="scales")
+    scales, observed = jax.vmap(unflatten)(stages)
+    return {
+        site: tuple(x.reshape(-1, *x.shape[2:]) for x in (scales[site], observed[site]))
+        if site in LAYER_SITES
+        else (scales[site][0], jnp.sum(observed[site], axis=0))
+        for site in scales
+    }
 
 
 def _changes(new: dict, old: dict) -> jax.Array:

@@ -13,6 +13,7 @@ import pytest
 from reference_gpt import loss as reference_loss
 from test_step import VOCAB, assert_equal_on_all_ranks, change, noisy_parameters, numpy_batch, placed, program_on
 
+from experiments.communication import planned_collectives
 from taco_jax.scales import ALPHA, BACKWARD, FORWARD, SKIPPED, UPDATES
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -71,6 +72,18 @@ def test_calibration_moves_the_scales_only():
     assert (scales["mlp"][:, BACKWARD, :, ALPHA] > 64 * scales["mlp"][:, FORWARD, :, ALPHA]).all()
     _, metrics = program.train_step(first_state(), -1, placed(program, numpy_batch(CONFIG)))
     assert float(metrics["scale_changes"]) == 0
+
+
+def test_small_sums_travel_together():
+    """One sum and one gather of the scales however many sites there are, one sum of the gradient norm."""
+    program = program_on(CONFIG, *MESH)
+    plan = planned_collectives(program.jaxpr, dict(program.mesh.shape))
+    found = sorted((c.site, c.op, c.axis, c.count) for c in plan if c.site in ("scales", "grad_norm"))
+    assert found == [
+        ("grad_norm", "all-reduce", "pp,tp", 1),
+        ("scales", "all-gather", "pp", 1),
+        ("scales", "all-reduce", "dp,tp", 1),
+    ]
 
 
 def test_blind_scales_are_found_too():
