@@ -9,7 +9,7 @@ from typing import Any
 
 from taco_jax.config import PRESETS
 from taco_jax.models.config import ModelConfig, divisors
-from taco_jax.pallas.registry import IMPLEMENTATIONS
+from taco_jax.pallas import registry
 from taco_jax.sharding.mesh import parse_mesh
 
 NONFINITE_POLICIES = ("abort", "skip")
@@ -189,7 +189,7 @@ def _field_problems(config: TrainConfig) -> Iterator[str]:
         ("compression", config.compression, PRESETS),
         ("dtype", config.dtype, DTYPES),
         ("on_nonfinite", config.on_nonfinite, NONFINITE_POLICIES),
-        ("communication.implementation", config.communication.implementation, ("auto", *IMPLEMENTATIONS)),
+        ("communication.implementation", config.communication.implementation, _implementations()),
     )
     for name, chosen, allowed in choices:
         if chosen not in allowed:
@@ -213,6 +213,10 @@ def _field_problems(config: TrainConfig) -> Iterator[str]:
     longest = config.model.max_positions
     if 0 < longest < config.data.sequence_length:
         yield f"data.sequence_length={config.data.sequence_length} is longer than model.max_positions={longest}"
+
+
+def _implementations() -> tuple[str, ...]:
+    return "auto", *registry.IMPLEMENTATIONS, *registry.registered()
 
 
 def _mesh_problems(config: TrainConfig, dp: int, pp: int) -> Iterator[str]:

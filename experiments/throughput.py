@@ -42,7 +42,7 @@ class Options:
         "20mbit", "50mbit", "100mbit", "200mbit", "500mbit", "none",
     )  # fmt: skip
     compressions: Annotated[tuple[str, ...], tyro.conf.arg(help="in turns; compared with bf16")] = (
-        "bf16", "taco", "int8", "paper", "none",
+        "bf16", "taco", "int8", "int6", "int4", "paper", "none",
     )  # fmt: skip
     rounds: Annotated[int, tyro.conf.arg(help="turns; each times two steps of every compression")] = 3
     quick: Annotated[bool, tyro.conf.arg(help="tp2 over two links, bf16, taco and int8: four minutes")] = False

@@ -158,14 +158,14 @@ def _plot(compared: Sequence[Comparison], path: Path) -> None:
     speeds = sorted({_bits(c) / 1e6 for c in compared if math.isfinite(_bits(c))})
     figure, axes = pyplot.subplots(1, len(meshes), figsize=(4.5 * len(meshes), 4), sharey=True, squeeze=False)
     for panel, mesh in zip(axes[0], meshes, strict=True):
-        for color, name in zip(("C0", "C1", "C2", "C3"), ("taco", "int8", "paper", "none"), strict=True):
+        for index, name in enumerate(("taco", "int8", "paper", "none", "int6", "int4")):
             points = [c for c in compared if (c.row.mesh, c.row.compression) == (mesh, name)]
             points = sorted((c for c in points if math.isfinite(bits_per_second(c.row.rate))), key=_bits)
             if not points:
                 continue
             rates = [_bits(c) / 1e6 for c in points]
-            panel.plot(rates, [c.speed_up for c in points], "o-", color=color, label=name)
-            panel.plot(rates, [c.bound for c in points], "--", color=color, alpha=0.5)
+            panel.plot(rates, [c.speed_up for c in points], "o-", color=f"C{index}", label=name)
+            panel.plot(rates, [c.bound for c in points], "--", color=f"C{index}", alpha=0.5)
         panel.axhline(1.0, color="grey", linewidth=0.8)
         panel.set(xscale="log", xlabel="link, Mbit/s", title=mesh)
         panel.xaxis.set_major_locator(ticker.FixedLocator(speeds))

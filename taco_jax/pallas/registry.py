@@ -3,7 +3,7 @@
 import functools
 import importlib
 import logging
-from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,38 @@ IMPLEMENTATIONS = ("triton", "triton_sm80", "mosaic_gpu", "xla")
 BY_NAME_ONLY = ("triton_interpret", "triton_sm80_interpret", "mosaic_gpu_interpret")
 """For tests, never chosen."""
 
+_registered: dict[str, Any] = {}
 _log = logging.getLogger("taco_jax")
 
 
-def resolve(implementation: str | None, codec: Codec, dtype: DTypeLike) -> ModuleType:
+def register(name: str, module: Any) -> None:
+    """Let `module` run messages under a name of its own, by which alone it is chosen: for experiments.
+
+    Args:
+        name: as `Compression.implementation` gives it.
+        module: a module, or an object, with the functions of `taco_jax.pallas.xla`: `encode`, `decode`, `decode_sum`,
+            `reduce` and `unsupported_reason`. What it sends has the size that `taco_jax.wire` computes from the codec.
+
+    Raises:
+        ValueError: if the name is an implementation's or something else is registered under it.
+    """
+    if name in IMPLEMENTATIONS + BY_NAME_ONLY or _registered.get(name, module) is not module:
+        raise ValueError(f"{name!r} is the name of another implementation")
+    _registered[name] = module
+
+
+def registered() -> tuple[str, ...]:
+    """Return the names given to `register`."""
+    return tuple(_registered)
+
+
+def resolve(implementation: str | None, codec: Codec, dtype: DTypeLike) -> Any:
     """Return the module that runs the codec on values of `dtype`.
 
     Args:
-        implementation: a name from `IMPLEMENTATIONS` or `BY_NAME_ONLY`, which never falls back (and may be compiled
-            for devices that this process does not have); None takes the first that serves the codec on the default
-            backend's devices and logs the choice once.
+        implementation: a name from `IMPLEMENTATIONS` or `BY_NAME_ONLY`, or a registered one, which never falls back
+            (and may be compiled for devices that this process does not have); None takes the first that serves the
+            codec on the default backend's devices and logs the choice once.
         codec: format of the messages.
         dtype: type of the values.
 
@@ -36,7 +58,7 @@ def resolve(implementation: str | None, codec: Codec, dtype: DTypeLike) -> Modul
     """
     if implementation is None:
         return _load(_first_supported(codec, jnp.dtype(dtype), *_device(), compat.automatic_axes()))
-    names = IMPLEMENTATIONS + BY_NAME_ONLY
+    names = IMPLEMENTATIONS + BY_NAME_ONLY + registered()
     if implementation not in names:
         raise ValueError(f"no implementation is called {implementation!r}; there are {', '.join(names)}")
     module = _load(implementation)
@@ -56,7 +78,7 @@ def unsupported_reason(
     """Return why an implementation does not serve the codec on a device, or None.
 
     Args:
-        implementation: a name from `IMPLEMENTATIONS` or `BY_NAME_ONLY`.
+        implementation: a name from `IMPLEMENTATIONS` or `BY_NAME_ONLY`, or a registered one.
         codec: format of the messages.
         dtype: type of the values.
         platform: as JAX names it: "gpu", "tpu" or "cpu".
@@ -80,7 +102,9 @@ def choose(codec: Codec, dtype: DTypeLike, platform: str, capability: str) -> tu
     raise AssertionError("xla serves every codec on every device")
 
 
-def _load(name: str) -> ModuleType:
+def _load(name: str) -> Any:
+    if name in _registered:
+        return _registered[name]
     return importlib.import_module(f"taco_jax.pallas.{name}")
 
 
