@@ -1,4 +1,4 @@
-"""What the commands that measure over links share: checks of their options, rows kept in a file, and exit codes."""
+"""What the commands that measure for long share: checks of their options, rows kept in a file, and exit codes."""
 
 import dataclasses
 import json
