@@ -216,14 +216,3 @@ def test_what_is_missing_is_said_first(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(fidelity.importlib.util, "find_spec", lambda name: None)
     assert fidelity.main([f"--out={tmp_path / 'out'}"]) == 2
     assert "pip install taco_jax[plot]" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_every_codec_keeps_what_is_expected(tmp_path):
-    file = tmp_path / "figures.json"
-    assert fidelity.main([f"--out={tmp_path}", f"--json={file}"]) == 0
-    found = json.loads(file.read_text())
-    assert {(row["codec"], row["step"]) for row in found["captured"]} == {
-        (name, number) for name in fidelity.NAMES for number in (0, 20, 40)
-    }
-    assert all(check["passed"] for check in found["checks"])
