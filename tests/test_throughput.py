@@ -1,6 +1,7 @@
 """Throughput over shaped links: the bytes that cross, the comparison with its bound, and the command itself."""
 
 import csv
+import dataclasses
 import json
 from fractions import Fraction
 from types import SimpleNamespace
@@ -80,6 +81,18 @@ def test_a_pipelines_bubble_is_no_communication():
     assert throughput_report.bubble("dp2,pp2,tp2") == 1 / 2
     rows = [row("bf16", 10.0, 8.0, "pp2,tp2"), row("alone", 4.0, 0.0, "pp2,tp2")]
     assert throughput_report.compare(rows)[0].exposed == pytest.approx(0.4)
+
+
+def test_notices_of_the_transport_are_those_of_the_baseline():
+    """0.05 MB with messages of any size, more than 1 % of int4's; the baseline's own count in full."""
+    rows = [
+        dataclasses.replace(row(name, 1.0, size + 5e4), planned=size) for name, size in (("bf16", 8e6), ("int4", 2e6))
+    ]
+    assert throughput.unexplained(rows[0], rows) == pytest.approx(5e4 / 8e6)
+    assert throughput.unexplained(rows[1], rows) == 0
+    assert throughput.unexplained(rows[1], rows[1:]) == pytest.approx(0.025)
+    more = dataclasses.replace(rows[1], payload=2e6 + 8e4)
+    assert throughput.unexplained(more, [rows[0], more]) == pytest.approx(3e4 / 2e6) > throughput.TOLERANCE
 
 
 def test_the_report_has_every_comparison_and_the_last_of_two_rows(tmp_path):
