@@ -156,7 +156,7 @@ def test_adaptive_scales_come_from_training(without_scales, capsys):
     assert generate.main(argv) == 2
     error = capsys.readouterr().err
     assert "--compression=taco needs the scales of a run trained with it" in error
-    assert "(usable: taco_block, paper, fp8, int8, bf16, none)" in error
+    assert "(usable: taco_block, paper, fp8, int8, int6, int4, bf16, none)" in error
 
 
 @pytest.mark.parametrize("command", [generate, evaluate])
