@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from experiments import train
 from taco_jax import wire
@@ -71,16 +70,10 @@ class Ablation:
         z = (rotate(z) * norm(self.cast) if self.cast.hadamard else z) / scale
         payload = xla._cast(jnp.clip(z, -self.limit, self.limit), self.cast)
         seen = xla._observe(v * alpha, z, payload, self.cast, scale / own_alpha * alpha, v) if observe else None
-        sent = jnp.concatenate([scale[..., 0], own_alpha[..., 0]], axis=-1)
-        return wire.pack(xla._rows(payload), xla._rows(lax.bitcast_convert_type(sent, jnp.uint8))), seen
+        return xla._pack_paper(payload, scale, own_alpha), seen
 
     def _decode(self, message: jax.Array, codec: Codec) -> jax.Array:
-        payload, factors = wire.unpack(message, codec)
-        assert factors is not None
-        words = factors.reshape(*factors.shape[:-1], factors.shape[-1] // 4, 4)
-        scale, own_alpha = jnp.split(lax.bitcast_convert_type(words, jnp.float32), 2, axis=-1)
-        x = xla._unrotated(xla._values(payload, self.cast), self.cast)
-        return xla._clamped(x * scale[..., None] / own_alpha[..., None])
+        return xla._decode_paper(*wire.unpack(message, codec), self.cast)
 
 
 def _normalised(v: jax.Array) -> jax.Array:

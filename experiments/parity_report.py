@@ -98,7 +98,7 @@ class Comparison:
 def compare(rows: Iterable[Row]) -> list[Comparison]:
     """Return the codecs of each mesh and length, in the order of the rows."""
     rows = list(rows)
-    base = {(r.mesh, r.steps, r.seed): r.val_loss for r in rows if r.codec == BASELINE}
+    gap = gaps(rows)
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.mesh, row.steps, row.codec), []).append(row)
@@ -106,10 +106,16 @@ def compare(rows: Iterable[Row]) -> list[Comparison]:
     found = []
     for key, members in sorted(groups.items(), key=lambda item: places.index(item[0][:2])):
         members.sort(key=lambda row: row.seed)
-        pairs = [(row.val_loss, base.get((*key[:2], row.seed), math.nan)) for row in members]
-        gaps = tuple(100 * (loss / exact - 1) for loss, exact in pairs if math.isfinite(loss / exact))
-        found.append(Comparison(tuple(members), () if key[2] == BASELINE else gaps))
+        finite = tuple(gap[row.name] for row in members if math.isfinite(gap[row.name]))
+        found.append(Comparison(tuple(members), () if key[2] == BASELINE else finite))
     return found
+
+
+def gaps(rows: Iterable[Row]) -> dict[str, float]:
+    """Return 100 (L / L0 - 1) of each run by name, L0 of the uncompressed run of its seed; NaN where one is missing."""
+    rows = list(rows)
+    base = {(r.mesh, r.steps, r.seed): r.val_loss for r in rows if r.codec == BASELINE}
+    return {r.name: 100 * (r.val_loss / base.get((r.mesh, r.steps, r.seed), math.nan) - 1) for r in rows}
 
 
 def table(rows: Iterable[Row]) -> Table:
@@ -150,10 +156,9 @@ def write_report(rows: Sequence[Row], folder: Path) -> None:
         fields = [field.name for field in dataclasses.fields(Row)]
         writer = csv.writer(file)
         writer.writerow([*fields, "gap"])
-        base = {(r.mesh, r.steps, r.seed): r.val_loss for r in rows if r.codec == BASELINE}
+        gap = gaps(rows)
         for row in rows:
-            exact = base.get((row.mesh, row.steps, row.seed), math.nan)
-            writer.writerow([*dataclasses.astuple(row), 100 * (row.val_loss / exact - 1)])
+            writer.writerow([*dataclasses.astuple(row), gap[row.name]])
     lengths = sorted({row.steps for row in rows})
     mesh = rows[0].mesh if rows else ""
     _plot_curves([r for r in rows if (r.mesh, r.steps) == (mesh, lengths[0])], folder)

@@ -23,6 +23,7 @@ from experiments.config import ConfigError
 from experiments.link_figures import add_rows, check_turns, exit_code, write_rows
 from experiments.link_workers import Workers, say
 from experiments.throughput_report import ALONE, BASELINE, Row, read_rows, table, write_report
+from taco_jax.config import Compression
 from taco_jax.sharding.mesh import parse_mesh
 
 PROGRAM = "python -m experiments.throughput"
@@ -30,8 +31,8 @@ WORKER = "experiments.throughput_worker"
 TOLERANCE = 0.01
 """Share by which the bytes of the interfaces may differ from the plan's.
 
-Those of the baseline as they are, the others' without what the baseline sends above its plan: notices of the transport,
-as many for messages of any size, which would be a larger share of smaller ones.
+Messages of less than a byte a value without what the baseline sends above its plan: notices of the transport, as many
+for messages of any size, hence a larger share of smaller ones.
 """
 
 
@@ -149,9 +150,12 @@ def _verdict(rows: Sequence[Row]) -> int:
 
 def unexplained(row: Row, rows: Iterable[Row]) -> float:
     """Return the share of the planned bytes that neither the plan nor the transport's notices explain."""
-    baselines = {other.key: other for other in rows if other.compression == BASELINE}
-    baseline = baselines.get((row.mesh, row.rate, BASELINE), row)
-    notices = baseline.payload - baseline.planned if row is not baseline else 0.0
+    notices = 0.0
+    codec = Compression.named(row.compression).forward
+    if codec is not None and codec.value_bits < 8:
+        baselines = {other.key: other for other in rows}
+        if baseline := baselines.get((row.mesh, row.rate, BASELINE)):
+            notices = baseline.payload - baseline.planned
     return abs(row.payload - notices - row.planned) / row.planned
 
 

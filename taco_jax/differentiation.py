@@ -68,7 +68,7 @@ def differentiable(
     state, probe = pair(call, x, scales)
     with call.scope("forward"):
         payload, seen = call.forward.send(
-            lax.stop_gradient(x), state[FORWARD], call.observe, of_direction(key, FORWARD)
+            lax.stop_gradient(x), state[FORWARD], call.observe, _of_direction(key, FORWARD)
         )
         payload = jax.tree.map(lambda p: checkpoint_name(lax.stop_gradient(p), PAYLOAD_NAME), payload)
         seen = checkpoint_name(lax.stop_gradient(seen), STATS_NAME)
@@ -94,7 +94,7 @@ def _attach_backward(call, kept, ct):
     with call.scope("backward"):
         if call.backward is not None:
             ct, seen_back = call.backward.run(
-                compat.vary(ct, axes), state[BACKWARD], call.observe, of_direction(key, BACKWARD)
+                compat.vary(ct, axes), state[BACKWARD], call.observe, _of_direction(key, BACKWARD)
             )
         else:
             ct = compat.vary(call.forward.own_part(ct), axes)
@@ -118,7 +118,7 @@ def _enter_forward(call, x, state, probe, key):
 def _enter_backward(call, residuals, ct):
     state, probe, key = residuals
     with call.scope("backward"):
-        ct, seen = call.backward.run(ct, state[BACKWARD], call.observe, of_direction(key, BACKWARD))
+        ct, seen = call.backward.run(ct, state[BACKWARD], call.observe, _of_direction(key, BACKWARD))
     return ct, None, _probe_cotangent(probe, jnp.zeros_like(seen), seen), None
 
 
@@ -133,6 +133,6 @@ def _probe_cotangent(probe, seen: jax.Array, seen_back: jax.Array):
     return compat.vary(seen, compat.varying_axes(probe))
 
 
-def of_direction(key: jax.Array | None, direction: int) -> jax.Array | None:
+def _of_direction(key: jax.Array | None, direction: int) -> jax.Array | None:
     """Return the key of stochastic rounding in one direction."""
     return None if key is None else jax.random.fold_in(key, direction)

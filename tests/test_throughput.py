@@ -94,6 +94,9 @@ def test_notices_of_the_transport_are_those_of_the_baseline():
     more = dataclasses.replace(rows[1], payload=2e6 + 8e4)
     assert throughput.unexplained(more, [rows[0], more]) == pytest.approx(3e4 / 2e6)
     assert throughput.TOLERANCE < 3e4 / 2e6
+    # A format of a whole byte is held to its plan as it is.
+    int8 = dataclasses.replace(rows[1], compression="int8")
+    assert throughput.unexplained(int8, [rows[0], int8]) == pytest.approx(0.025)
 
 
 def test_the_report_has_every_comparison_and_the_last_of_two_rows(tmp_path):

@@ -11,9 +11,11 @@ FORMAT_DTYPE = {
     "e5m2": jnp.float8_e5m2,
     "e3m4": jnp.float8_e3m4,
     "int8": jnp.int8,
+    "int6": jnp.int8,
+    "int4": jnp.int8,
     "bf16": jnp.bfloat16,
 }
-"""Types of one value each; `int6` and `int4` are packed (`taco_jax.pallas.packing`)."""
+"""Types of one code each, before `taco_jax.pallas.packing`."""
 BEFORE_ROTATION = 2.0**100
 """Adaptive values are clipped to it: their rotation stays finite, and it is far above every format's maximum."""
 OBSERVED = 2.0**16

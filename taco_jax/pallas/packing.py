@@ -30,7 +30,7 @@ def pack(quarters: Sequence[jax.Array], bits: int) -> list[jax.Array]:
 
 
 def unpack(pieces: Sequence[jax.Array], bits: int) -> list[jax.Array]:
-    """Return the four quarters of pieces of bytes, codes in the lowest `bits` and zeros above; inverse of `pack`.
+    """Return the four quarters of pieces of bytes, codes in two's complement; inverse of `pack`.
 
     Args:
         pieces: integers [..., B / 4] with values of 0 to 255.
@@ -38,5 +38,9 @@ def unpack(pieces: Sequence[jax.Array], bits: int) -> list[jax.Array]:
     """
     if bits == 4:
         low, high = pieces
-        return [low & 15, high & 15, low >> 4, high >> 4]
-    return [*(p & 63 for p in pieces), (pieces[0] >> 6) | ((pieces[1] >> 6) << 2) | ((pieces[2] >> 6) << 4)]
+        quarters = [low & 15, high & 15, low >> 4, high >> 4]
+    else:
+        rest = (pieces[0] >> 6) | ((pieces[1] >> 6) << 2) | ((pieces[2] >> 6) << 4)
+        quarters = [*(p & 63 for p in pieces), rest]
+    sign = 1 << (bits - 1)
+    return [(q ^ sign) - sign for q in quarters]

@@ -102,8 +102,7 @@ class _Tile:
         bits = self.codec.value_bits
         places = (self._offsets(self.payload, columns) for columns in self._packed_columns())
         pieces = [self._load(ref, place, rank).astype(jnp.int32) for place in places]
-        sign = 1 << (bits - 1)
-        return [((code ^ sign) - sign).astype(jnp.float32) for code in packing.unpack(pieces, bits)]
+        return [code.astype(jnp.float32) for code in packing.unpack(pieces, bits)]
 
     def store_values(self, ref, columns: slice, values: jax.Array) -> None:
         self._store(ref, self._offsets(self.values, columns, self.tiling.channels), values)
@@ -378,9 +377,7 @@ def _encoded(z: jax.Array, tiling: Tiling) -> jax.Array:
 
 def _decoded(payload: jax.Array, tiling: Tiling) -> jax.Array:
     """Return the f32 values of bytes."""
-    if tiling.codec.format in INTEGERS:
-        return lax.bitcast_convert_type(payload, jnp.int8).astype(jnp.float32)
-    if tiling.integer_casts:
+    if tiling.integer_casts and tiling.codec.format not in INTEGERS:
         return integer_casts.decode(payload, tiling.codec.format)
     return lax.bitcast_convert_type(payload, arithmetic.FORMAT_DTYPE[tiling.codec.format]).astype(jnp.float32)
 

@@ -229,18 +229,14 @@ def _values(payload: jax.Array, codec: Codec) -> jax.Array:
     size = wire.payload_size(codec.block, codec)
     packed = payload.reshape(*payload.shape[:-1], payload.shape[-1] // size, size)
     quarters = packing.unpack(jnp.split(packed, packing.PIECES[codec.value_bits], axis=-1), codec.value_bits)
-    codes = jnp.concatenate(quarters, axis=-1)
-    unused = 8 - codec.value_bits
-    return (lax.bitcast_convert_type(codes << unused, jnp.int8) >> unused).astype(jnp.float32)
+    return _decoded(jnp.concatenate(quarters, axis=-1), codec)
 
 
 def _decoded(codes: jax.Array, codec: Codec) -> jax.Array:
     def cast(codes: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(codes, FORMAT_DTYPE[codec.format]).astype(jnp.float32)
 
-    if codec.format in INTEGERS:
-        return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
-    if codec.format == "bf16":
+    if codec.format in (*INTEGERS, "bf16"):
         return cast(codes)
     if codec.format == "e3m4":
         return integer_casts.decode(codes, codec.format)
@@ -308,8 +304,13 @@ def _encode_paper(v: jax.Array, codec: Codec, alpha: jax.Array, observe: bool):
     codes = jnp.where(scale > 0, z / jnp.where(scale > 0, scale, 1.0), 0.0)
     payload = _cast(codes, codec)
     seen = _observe(v * alpha, codes, payload, codec, scale / own_alpha * alpha, v) if observe else None
+    return _pack_paper(payload, scale, own_alpha), seen
+
+
+def _pack_paper(payload: jax.Array, scale: jax.Array, own_alpha: jax.Array) -> jax.Array:
+    """Join codes u8[..., blocks, block] and both factors f32[..., blocks, 1] of each block."""
     factors = jnp.concatenate([scale[..., 0], own_alpha[..., 0]], axis=-1)
-    return wire.pack(_rows(payload), _rows(lax.bitcast_convert_type(factors, jnp.uint8))), seen
+    return wire.pack(_rows(payload), _rows(lax.bitcast_convert_type(factors, jnp.uint8)))
 
 
 def _decode_paper(payload: jax.Array, scales: jax.Array | None, codec: Codec) -> jax.Array:
